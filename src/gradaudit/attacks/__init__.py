@@ -1,0 +1,1 @@
+"""Attacks, one file each: an `Observation` goes in, a `Reconstruction` comes out."""

@@ -1,0 +1,46 @@
+"""The blind baseline: the best guess without any gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gradaudit.attacks.base import Attack
+from gradaudit.leakage.priors import frequent_tokens
+from gradaudit.registry import hyper, register
+from gradaudit.types import Observation, Reconstruction
+
+
+@register
+@dataclass(frozen=True)
+class Blind(Attack):
+    """Guess the most frequent words of English, as many as the sentence has; look at no tensor.
+
+    Every score is shown beside this one: what it does not exceed, the update did not reveal.
+    """
+
+    name: ClassVar[str] = "blind"
+    source: ClassVar[str] = "evaluation protocol: prior only, on the same batches"
+    models_defenses: ClassVar[bool] = True
+    models_dropout: ClassVar[bool] = True
+    length: int = hyper(
+        10, "words a sentence when lengths are unknown", unit="tokens", source="a usual sentence of these data sets"
+    )
+    sentences: int = hyper(1, "sentences guessed when the batch size is unknown")
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        prior = frequent_tokens(seen.model)
+        special, known = seen.model.special, seen.knowledge
+        frame = len(special.prefix) + len(special.suffix)
+        size = known.batch_size or self.sentences
+        lengths = known.lengths or (self.length + frame,) * size
+        guesses = tuple(
+            (*special.prefix, *(prior[i % len(prior)] for i in range(max(n - frame, 0))), *special.suffix)
+            for n in lengths
+        )
+        return Reconstruction(sequences=guesses)
+
+    def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
+        return 0

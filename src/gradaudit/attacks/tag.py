@@ -1,0 +1,54 @@
+"""TAG: gradient matching with squared L2 and L1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gradaudit.attacks.base import Attack
+from gradaudit.leakage.harness import match
+from gradaudit.leakage.matching import SquaredL2
+from gradaudit.registry import hyper, register
+from gradaudit.types import Observation, Reconstruction
+
+
+@register
+@dataclass(frozen=True)
+class Tag(Attack):
+    """Match the update by squared L2 + 0.01 L1 over word vectors, then take the nearest tokens.
+
+    As run in LAMP's harness: one Gaussian start, Adam at a constant rate, the last iterate, special tokens known
+    where lengths are. The word table's own gradient is not matched (a guess of word vectors cannot predict it).
+    """
+
+    name: ClassVar[str] = "tag"
+    source: ClassVar[str] = (
+        "TAG (Deng et al., EMNLP Findings 2021), with the settings of LAMP's harness (Balunovic et al., 2022)"
+    )
+    needs: ClassVar[tuple[str, ...]] = ("batch_size",)
+    steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
+    learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
+    l1: float = hyper(0.01, "weight of the L1 term", source="LAMP, appendix: baselines")
+    restarts: int = hyper(1, "independent starts, minimized together", source="LAMP, appendix: baselines")
+    assumed_length: int = hyper(
+        16, "sentence length when nothing tells it", unit="tokens", source="ours: the papers know lengths"
+    )
+    keep_best: bool = hyper(False, "return the best iterate instead of the last", source="the papers take the last")
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        return match(
+            seen,
+            rng,
+            SquaredL2(l1=self.l1),
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            restarts=self.restarts,
+            assumed_length=self.assumed_length,
+            keep_best=self.keep_best,
+            what=self.name,
+        )
+
+    def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
+        return 3 * self.steps * self.restarts  # a step differentiates the gradient once more: about three times

@@ -1,0 +1,326 @@
+"""Case -> Record: runs a case batch by batch, keeps what is finished, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradaudit
+from gradaudit.attacks.base import Attack
+from gradaudit.case import Case
+from gradaudit.client import Client, observation
+from gradaudit.data.source import Rows, draw, load_rows, make_batch
+from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError
+from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
+from gradaudit.metrics import text as metrics
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.zoo import load_model
+from gradaudit.record import Record, RunInfo, Texts, append_line, finite, read_lines
+from gradaudit.registry import build
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import Batch, Observation, Update
+
+RECORDS, TEXTS, INFO = "records.jsonl", "texts.jsonl", "run.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case with its model, data and attack at hand."""
+
+    case: Case
+    model: TransformersModel
+    rows: Rows
+    batches: list[tuple[int, ...]]
+    client: Client
+    selection: Selection
+    attack: Attack
+    device: torch.device
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of a name; "auto" takes a GPU when there is one.
+
+    Raises:
+        BadInputError: an unknown device, or one that is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInputError(f"unknown device '{name}'; use auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInputError("device 'cuda' is not there; use --device cpu or auto")
+    if device.type not in ("cpu", "cuda"):
+        raise BadInputError(f"device '{name}' is not supported; use auto, cpu or cuda")
+    return device
+
+
+def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersModel | None = None) -> Prepared:
+    """Load what a case names and check that it fits together, before any batch runs.
+
+    Args:
+        case: the case.
+        base: folder that relative data paths start from.
+        device: where the model goes.
+        loaded: a model that is already at hand with this case's spec.
+
+    Raises:
+        BadInputError: data, model or selection that cannot be used.
+        MissingKnowledgeError: the attack needs what [knowledge] does not give.
+    """
+    attack = case.build_attack()
+    missing = [need for need in attack.needs if not getattr(case.knowledge, need)]
+    if missing:
+        raise MissingKnowledgeError(
+            f"attack '{attack.name}' must be given {', '.join(missing)}: set {missing[0]} = true in [knowledge]"
+        )
+    rows = load_rows(case.data, base)
+    if case.task == "classification" and rows.labels is None:
+        raise BadInputError('task "classification" needs a label column: set label in [data]')
+    batches = draw(case.data, rows)
+    spec = ModelSpec(case.model, case.task, max(2, len(rows.classes)), seed=case.seed, layers=case.layers)
+    model = loaded if loaded is not None else load_model(spec, device)
+    selection = Selection(case.selection.tensors)
+    client = Client(model, case.client.training(), case.client.dropout, case.client.freeze, case.build_defenses())
+    frozen = client.frozen()
+    if all(view.parameter in frozen for view in selection.views(model).values()):
+        raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
+    return Prepared(case, model, rows, batches, client, selection, attack, device)
+
+
+def private_batch(ready: Prepared, index: int) -> Batch:
+    """Return the private batch of one index."""
+    numbers = ready.batches[index]
+    labels = None
+    if ready.case.task == "classification" and ready.rows.labels is not None:
+        labels = [ready.rows.labels[i] for i in numbers]
+    return make_batch(ready.model, [ready.rows.texts[i] for i in numbers], labels)
+
+
+def sent(ready: Prepared, batch: Batch, index: int) -> tuple[Update, Observation]:
+    """Return the update of one batch and what the attacker sees of it."""
+    update = ready.client.update(batch, stream(ready.case.seed, "client", index))
+    knowledge = ready.client.knowledge(batch, update, ready.case.knowledge.given())
+    return update, observation(ready.model, update, ready.selection, knowledge)
+
+
+def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
+    """Attack one batch and judge it; an attack's failure becomes a record with `error` and scores of 0.
+
+    Args:
+        ready: the prepared case.
+        index: 0-based batch.
+    """
+    case, model, attack = ready.case, ready.model, ready.attack
+    batch = private_batch(ready, index)
+    update, seen = sent(ready, batch, index)
+    blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
+    baseline = judge(model, batch, blind, case.metrics.published)
+    found, verdict, error = None, None, None
+    began = time.perf_counter()
+    try:
+        found = attack(seen, stream(case.seed, "attack", index))
+        seconds = time.perf_counter() - began
+        verdict = judge(model, batch, found, case.metrics.published)
+    except AuditError as problem:
+        error = str(problem)
+        seconds = time.perf_counter() - began
+    except Exception as problem:  # a failing batch is a record; the others go on
+        error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        seconds = time.perf_counter() - began
+    diagnosis = None
+    if case.metrics.diagnose and found is not None and verdict is not None and attack.name != "blind":
+        diagnosis = diagnose(model, batch, seen, found, verdict.all_exact)
+    shape = spectrum(seen, batch.tokens)
+    scores = (
+        verdict.scores
+        if verdict is not None
+        else metrics.failed_scores([sentence(model, ids) for ids in batch.sequences()])
+    )
+    record = Record(
+        case=case.content_hash(),
+        setting=case.setting(),
+        batch=index,
+        attack=attack.name,
+        scores=scores,
+        baseline=baseline.scores,
+        published=_published(verdict, baseline, case),
+        load=batch.tokens / model.width,
+        tokens=batch.tokens,
+        batch_size=len(batch.ids),
+        seconds=seconds,
+        flags=flags(
+            model=model,
+            batch=batch,
+            seen=seen,
+            found=found,
+            made={"dropout": update.dropout, "defenses": update.defenses},
+            attack=attack,
+            scores=scores,
+            baseline=baseline.scores,
+            diagnosis=diagnosis,
+            shape=shape,
+        ),
+        error=error,
+        knowledge={"selection": seen.selection, "update": seen.kind} | seen.knowledge.given(),
+        sensitive=verdict.sensitive if verdict is not None else (None if baseline.sensitive is None else 0.0),
+        sensitive_baseline=baseline.sensitive,
+        certificates=_count(verdict),
+        spectrum=shape,
+        share_of_parameters=ready.selection.share(model, seen.tensors.values()),
+        diagnosis=diagnosis,
+        sentences=verdict.sentences if verdict is not None else (),
+        notes=found.notes if found is not None else (),
+        details=_numbers(found.details) if found is not None else {},
+    )
+    shown = verdict if verdict is not None else baseline
+    texts = Texts(
+        case=record.case,
+        setting=record.setting,
+        batch=index,
+        attack=attack.name,
+        originals=shown.originals,
+        recovered=shown.recovered if verdict is not None else (None,) * len(shown.originals),
+        original_words=shown.original_words,
+        recovered_words=shown.recovered_words if verdict is not None else ((),) * len(shown.originals),
+    )
+    return record, texts
+
+
+def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None) -> Iterator[Record]:
+    """Run a case into a folder and yield every record, those of an earlier run of the same case first.
+
+    A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch.
+
+    Args:
+        ready: the prepared case.
+        out: folder for records.jsonl, texts.jsonl and run.json.
+        each: called before a batch starts is not needed; called with each new record.
+
+    Raises:
+        BadInputError: the folder holds records of another case, or cannot be written.
+    """
+    done = open_folder(ready, out)
+    for index in range(len(ready.batches)):
+        if index in done:
+            yield done[index]
+            continue
+        record, texts = audit_batch(ready, index)
+        append_line(out / TEXTS, texts, private=True)
+        append_line(out / RECORDS, record)
+        if each is not None:
+            each(record)
+        yield record
+
+
+def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, Record]:
+    """Make or reopen a run's folder and return the finished records of this case by batch.
+
+    Args:
+        ready: the prepared case.
+        out: the folder.
+        shared: several cases write here (the demo): records of other cases are allowed.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"cannot make folder {out} ({error.strerror}); choose another --out") from None
+    mine = ready.case.content_hash()
+    _drop_cut_line(out / RECORDS)
+    _drop_cut_line(out / TEXTS)
+    records = list(read_lines(out / RECORDS, Record))
+    if not shared and any(r.case != mine for r in records):
+        raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
+    if not (out / INFO).exists():
+        write_info(out, run_info(ready))
+    return {r.batch: r for r in records if r.case == mine}
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Cut off a last line that a kill left unfinished, so that the next record starts on a line of its own."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        with open(path, "rb+") as file:
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo:
+    """Return what the run's folder says of itself."""
+    model, case = ready.model, ready.case
+    return RunInfo(
+        program=gradaudit.__version__,
+        case=case.content_hash(),
+        case_data=case.resolved(),
+        model={
+            "title": model.spec.title,
+            "spec": asdict(model.spec),
+            "fingerprint": model.fingerprint(),
+            "width": model.width,
+            "depth": model.depth,
+            "parameters": sum(p.numel() for p in model.parameters().values()),
+            "random_weights": model.spec.random_weights,
+        },
+        data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows.texts)},
+        versions={
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers", "numpy")},
+        },
+        device=str(ready.device),
+        settings=settings if settings is not None else {case.setting(): describe_client(case)},
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def write_info(out: Path, info: RunInfo) -> None:
+    """Write run.json."""
+    try:
+        (out / INFO).write_text(info.model_dump_json(indent=1), encoding="utf8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {out / INFO} ({error.strerror})") from None
+
+
+def describe_client(case: Case) -> str:
+    """Return one line on what the client did."""
+    client = case.client
+    what = (
+        "one gradient"
+        if client.optimizer == "none"
+        else f"{client.epochs} epochs of {client.optimizer} at {client.learning_rate:g}"
+    )
+    frozen = f", frozen: {', '.join(client.freeze)}" if client.freeze else ", everything trained"
+    defended = f", defenses: {', '.join(str(d['name']) for d in case.defense)}" if case.defense else ""
+    return f"{what} on {case.data.batch_size} sentences, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
+
+
+def _published(verdict: Judgment | None, baseline: Judgment, case: Case) -> dict[str, metrics.Scores]:
+    zero = {name: dict.fromkeys(values, 0.0) for name, values in baseline.published.items()}
+    out: dict[str, metrics.Scores] = {}
+    for name in case.metrics.published:
+        out[name] = verdict.published[name] if verdict is not None else dict(zero[name])
+        out[f"{name} (blind)"] = baseline.published[name]
+    return out
+
+
+def _count(verdict: Judgment | None) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in verdict.sentences if verdict is not None else ():
+        if row.certificate is not None:
+            counts[row.certificate] = counts.get(row.certificate, 0) + 1
+    return counts
+
+
+def _numbers(details: Any) -> dict[str, Any]:
+    return {k: finite(v) if isinstance(v, float) else v for k, v in details.items()}

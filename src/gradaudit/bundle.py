@@ -1,0 +1,354 @@
+"""An update on disk: `update.safetensors` and `manifest.json` in one folder, and the checks before it is attacked.
+
+A bundle comes from elsewhere and is not trusted: nothing in it is run or unpickled, only files of fixed names inside
+its own folder are read, and no more memory is taken than its model has parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import gradaudit
+from gradaudit.errors import BadInputError
+from gradaudit.models.base import ModelSpec, TextModel
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.zoo import load_model
+from gradaudit.selection import Selection
+from gradaudit.types import Knowledge, LocalTraining, Observation, Task, Update, UpdateKind
+
+MANIFEST, TENSORS, MODEL = "manifest.json", "update.safetensors", "model"
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_LARGEST_MANIFEST = 16 << 20
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelEntry(_Plain):
+    """Which model the update belongs to.
+
+    Args:
+        name: embedded name, hub id, folder; for a captured model a title only.
+        inside: True when the weights lie in the bundle's own folder "model".
+        fingerprint: sha256 of all weights at which the update was made.
+    """
+
+    name: str
+    task: Task
+    labels: int = Field(ge=1, le=100_000)
+    seed: int = 0
+    layers: int | None = None
+    inside: bool = False
+    fingerprint: str
+
+
+class Manifest(_Plain):
+    """`manifest.json`: what the tensors are, how they were made, and what an attacker is given beside them."""
+
+    format: Literal[1] = 1
+    program: str
+    made: str
+    model: ModelEntry
+    kind: UpdateKind
+    knowledge: dict[str, Any]
+    tensors: dict[str, tuple[int, ...]]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that preflight noticed: an "error" stops the attack, a "warning" is printed."""
+
+    level: Literal["error", "warning"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A checked bundle: its manifest, model and tensors."""
+
+    manifest: Manifest
+    model: TransformersModel
+    tensors: dict[str, Tensor]
+    findings: tuple[Finding, ...]
+
+    def observation(self, selection: Selection) -> Observation:
+        """Return what an attack may see of it."""
+        tensors, views = selection.take(self.model, self.tensors)
+        return Observation(
+            model=self.model,
+            tensors=tensors,
+            views=views,
+            kind=self.manifest.kind,
+            knowledge=read_knowledge(self.manifest.knowledge),
+            selection=selection.expression,
+        )
+
+
+def save_bundle(
+    folder: Path,
+    model: TextModel,
+    update: Update,
+    knowledge: Knowledge,
+    *,
+    inside: bool = False,
+    fingerprint: str | None = None,
+) -> Path:
+    """Write an update into a folder and return it.
+
+    Args:
+        folder: made when it is not there; a bundle already in it is replaced.
+        model: the model the update belongs to.
+        update: what left the client.
+        knowledge: what an attacker is given.
+        inside: the weights are in the bundle's own folder "model" (see `gradaudit.capture`).
+        fingerprint: of the weights before the step; the model's present ones when None.
+
+    Raises:
+        BadInputError: the folder cannot be written (no space, no permission).
+    """
+    spec = model.spec
+    tensors = {name: t.detach().cpu().contiguous() for name, t in update.tensors.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / TENSORS)
+        manifest = Manifest(
+            program=gradaudit.__version__,
+            made=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=ModelEntry(
+                name=spec.name,
+                task=spec.task,
+                labels=spec.labels,
+                seed=spec.seed,
+                layers=spec.layers,
+                inside=inside,
+                fingerprint=fingerprint or model.fingerprint(),
+            ),
+            kind=update.kind,
+            knowledge=json.loads(json.dumps(asdict(knowledge))),
+            tensors={name: tuple(t.shape) for name, t in tensors.items()},
+            sha256=_sha256(folder / TENSORS),
+        )
+        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf8")
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error}); make room or choose another folder") from None
+    return folder
+
+
+def load_bundle(folder: Path, device: torch.device | None = None, model: str | None = None) -> Bundle:
+    """Read a bundle, load its model and check that the two fit, before any attack starts.
+
+    Args:
+        folder: the bundle.
+        device: where model and tensors go; the CPU when None.
+        model: a model name to use in place of the one the manifest names; its weights must be the same.
+
+    Raises:
+        BadInputError: not a bundle, truncated or foreign files, another model, or an error of `preflight`.
+    """
+    manifest = read_manifest(folder)
+    shapes = _read_header(folder / TENSORS)
+    if shapes != {name: tuple(shape) for name, shape in manifest.tensors.items()}:
+        raise BadInputError(
+            f"{folder / TENSORS} does not hold the tensors that {MANIFEST} lists; the bundle is damaged"
+        )
+    loaded = _load_model(folder, manifest, device, model)
+    if loaded.fingerprint() != manifest.model.fingerprint:
+        raise BadInputError(
+            f"the bundle names another model: it was made with weights {manifest.model.fingerprint[:12]}, and "
+            f"'{model or manifest.model.name}' has {loaded.fingerprint()[:12]}"
+        )
+    misfits = [f for f in fit(loaded, shapes) if f.level == "error"]
+    if misfits:
+        raise BadInputError(_told(folder, misfits))
+    if _sha256(folder / TENSORS) != manifest.sha256:
+        raise BadInputError(f"{folder / TENSORS} is not the file that {MANIFEST} describes (sha256 differs)")
+    tensors = _read_tensors(folder / TENSORS, device)
+    findings = preflight(loaded, tensors)
+    errors = [f for f in findings if f.level == "error"]
+    if errors:
+        raise BadInputError(_told(folder, errors))
+    return Bundle(manifest, loaded, tensors, tuple(findings))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a bundle folder.
+
+    Raises:
+        BadInputError: no such folder, no manifest, or one that cannot be read.
+    """
+    if not folder.is_dir():
+        raise BadInputError(f"no such bundle folder: {folder}")
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise BadInputError(f"{folder} is not an update bundle: it has no {MANIFEST} (see gradaudit.capture)")
+    if path.stat().st_size > _LARGEST_MANIFEST:
+        raise BadInputError(f"{path} is larger than any manifest; not read")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInputError(f"{path} is not a manifest ({'.'.join(map(str, first['loc']))}: {first['msg']})") from None
+
+
+def fit(model: TextModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+    """Return what does not fit between an update's tensors and a model, by names and shapes alone.
+
+    Args:
+        model: the model.
+        shapes: of the update's tensors by name.
+    """
+    if not shapes:
+        return [Finding("error", "the update holds no tensors")]
+    parameters = model.parameters()
+    findings = []
+    extra = sorted(set(shapes) - set(parameters))
+    if extra:
+        findings.append(Finding("error", f"{len(extra)} tensors are not of this model, the first is '{extra[0]}'"))
+    for name, shape in shapes.items():
+        if name in parameters and tuple(parameters[name].shape) != tuple(shape):
+            findings.append(
+                Finding(
+                    "error",
+                    f"'{name}' has shape {list(shape)}, the model's is {list(parameters[name].shape)}",
+                )
+            )
+    missing = sorted(set(parameters) - set(shapes))
+    if missing:
+        findings.append(
+            Finding(
+                "warning",
+                f"{len(missing)} of {len(parameters)} parameters are not in the update (frozen or not shared), "
+                f"the first is '{missing[0]}'",
+            )
+        )
+    return findings
+
+
+def preflight(model: TextModel, tensors: Mapping[str, Tensor]) -> list[Finding]:
+    """Return everything about an update that does not fit its model or cannot be attacked.
+
+    Args:
+        model: the model the update is said to belong to.
+        tensors: the update by parameter name.
+    """
+    findings = fit(model, {name: tuple(t.shape) for name, t in tensors.items()})
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            findings.append(Finding("error", f"'{name}' has dtype {tensor.dtype}; an update is made of floats"))
+        elif not bool(torch.isfinite(tensor).all()):
+            findings.append(Finding("error", f"'{name}' holds NaN or infinite values"))
+    if tensors and not any(f.level == "error" for f in findings):
+        norm = sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
+        if norm == 0:
+            findings.append(Finding("error", "the update is all zero; there is nothing in it to attack"))
+        elif not 1e-9 < norm < 1e6:
+            findings.append(Finding("warning", f"the update's norm is {norm:.1e}; is its scale right?"))
+        quiet = [name for name, t in tensors.items() if not bool(t.any())]
+        if quiet and norm > 0:
+            findings.append(Finding("warning", f"{len(quiet)} tensors are all zero, the first is '{quiet[0]}'"))
+    return findings
+
+
+def read_knowledge(data: Mapping[str, Any]) -> Knowledge:
+    """Return a manifest's knowledge.
+
+    Raises:
+        BadInputError: entries of another kind.
+    """
+    try:
+        values = dict(data)
+        training = values.get("training")
+        if training is not None:
+            values["training"] = LocalTraining(**training)
+        for key in ("lengths", "labels", "defenses"):
+            if values.get(key) is not None:
+                values[key] = tuple(values[key])
+        return Knowledge(**values)
+    except TypeError as error:
+        raise BadInputError(f"the manifest's knowledge is not understood ({error})") from None
+
+
+def _told(folder: Path, findings: list[Finding]) -> str:
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    return f"the update in {folder} cannot be attacked: {findings[0].text}{more}"
+
+
+def _load_model(folder: Path, manifest: Manifest, device: torch.device | None, other: str | None) -> TransformersModel:
+    entry = manifest.model
+    spec = ModelSpec(entry.name, entry.task, entry.labels, seed=entry.seed, layers=entry.layers)
+    if other is not None:
+        return load_model(replace(spec, name=other), device)
+    if not entry.inside:
+        return load_model(spec, device)
+    own = folder / MODEL
+    if not own.is_dir():
+        raise BadInputError(f"{folder} says that its model is inside, and has no folder '{MODEL}'")
+    _check_size(own)
+    return load_model(replace(spec, name=str(own)), device)
+
+
+def _check_size(folder: Path) -> None:
+    """Refuse a model folder whose configuration asks for far more memory than its weights fill."""
+    from transformers import AutoConfig, AutoModel
+
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        if int(config.num_hidden_layers) > 1000:
+            raise ValueError(f"{config.num_hidden_layers} layers")
+        with torch.device("meta"):
+            model = AutoModel.from_config(config, trust_remote_code=False)
+        asked = sum(p.numel() * p.element_size() for p in model.parameters())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInputError(f"the model in {folder} cannot be read ({said})") from None
+    if asked > 4 * stored + (1 << 20):
+        raise BadInputError(
+            f"the model in {folder} is configured for {asked >> 20} MiB and stores {stored >> 20} MiB; not loaded"
+        )
+
+
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    if not path.is_file():
+        raise BadInputError(f"{path.parent} is not an update bundle: it has no {TENSORS}")
+    if path.stat().st_size == 0:
+        raise BadInputError(f"{path} is empty")
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            for name, part in slices.items():
+                if part.get_dtype() not in _FLOATS:
+                    raise BadInputError(
+                        f"the update in {path.parent} cannot be attacked: '{name}' has dtype {part.get_dtype()}; "
+                        "an update is made of floats"
+                    )
+            return {name: tuple(part.get_shape()) for name, part in slices.items()}
+    except SafetensorError as error:
+        raise BadInputError(f"{path} is truncated or not a safetensors file ({error})") from None
+
+
+def _read_tensors(path: Path, device: torch.device | None) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).to(device or "cpu") for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise BadInputError(f"{path} is truncated or not a safetensors file ({error})") from None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

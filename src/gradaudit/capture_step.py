@@ -1,0 +1,153 @@
+"""`gradaudit.capture`: writes the update of one step of the user's own PyTorch loop as a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradaudit.bundle import MODEL, save_bundle
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.types import Knowledge, LocalTraining, Task, Update
+
+
+@dataclass
+class Capture:
+    """What a capture has seen so far.
+
+    Args:
+        steps: optimizer steps taken inside the block.
+        sentences: rows of `input_ids` passed through the model in training.
+        dropout: the model was in training mode when it ran.
+    """
+
+    steps: int = 0
+    sentences: int = 0
+    dropout: bool = False
+    gradient: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+@contextmanager
+def capture(
+    model: Any,
+    folder: str | Path,
+    *,
+    tokenizer: Any,
+    what: Literal["gradient", "delta"] = "gradient",
+    training: LocalTraining | None = None,
+) -> Iterator[Capture]:
+    """Write what one step of your own training would send, as a bundle that `gradaudit attack` reads.
+
+    Put it around the step::
+
+        with gradaudit.capture(model, "update", tokenizer=tokenizer):
+            loss = model(**batch, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+
+    The gradient is taken as the optimizer gets it, after your own clipping, from the first step inside the block, or
+    from the parameters at the end when no optimizer ran. The weights before the step go into the bundle as well: an
+    attacker in a federated training has them. The batch does not; only its number of sentences does.
+
+    Args:
+        model: a transformers model for sequence classification or causal language modeling.
+        folder: where the bundle goes.
+        tokenizer: the model's tokenizer.
+        what: "gradient" (FedSGD), or "delta": the weight change over all steps of the block (FedAvg).
+        training: for "delta", how the steps were made, when the attacker is to know it.
+
+    Raises:
+        BadInputError: no gradient appeared, more than one step in gradient mode, or the folder cannot be written.
+        NotSupportedError: not a model of a supported family and task.
+    """
+    task = _task(model)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    seen = Capture()
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        if not mine:
+            return
+        seen.steps += 1
+        if seen.steps == 1 and what == "gradient":
+            seen.gradient = {names[id(p)]: p.grad.detach().clone() for p in mine if p.grad is not None}
+
+    def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
+        if torch.is_grad_enabled() and isinstance(ids, Tensor):
+            seen.sentences += len(ids)
+            seen.dropout = module.training
+
+    hooks = [
+        register_optimizer_step_pre_hook(on_step),
+        model.register_forward_pre_hook(on_forward, with_kwargs=True),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tensors = _tensors(model, before, seen, what)
+    _write(model, Path(folder), tokenizer, task, before, tensors, seen, what, training)
+
+
+def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
+    if what == "delta":
+        return {n: p.detach() - before[n] for n, p in model.named_parameters() if p.requires_grad}
+    if seen.steps > 1:
+        raise BadInputError(
+            f'{seen.steps} optimizer steps ran inside capture; take one, or use what="delta" for their weight change'
+        )
+    found = seen.gradient or {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    if not found:
+        raise BadInputError("no gradient appeared inside capture; call loss.backward() within the block")
+    return found
+
+
+def _write(
+    model: Any,
+    folder: Path,
+    tokenizer: Any,
+    task: Task,
+    before: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    seen: Capture,
+    what: Literal["gradient", "delta"],
+    training: LocalTraining | None,
+) -> None:
+    labels = int(model.config.num_labels) if task == "classification" else 1
+    name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+    try:
+        model.save_pretrained(folder / MODEL, state_dict=before)
+        tokenizer.save_pretrained(folder / MODEL)
+    except OSError as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
+    was_training = bool(model.training)
+    wrapped = TransformersModel(model, tokenizer, ModelSpec(name, task, labels))
+    rate = wrapped.dropout_rate() if seen.dropout else 0.0
+    model.train(was_training)
+    how = training or (LocalTraining() if what == "gradient" else None)
+    update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
+    known = Knowledge(batch_size=seen.sentences or None, training=how, dropout=rate, defenses=())
+    weights = {n: before[n] for n in wrapped.parameters()}
+    save_bundle(folder, wrapped, update, known, inside=True, fingerprint=wrapped.fingerprint_of(weights))
+
+
+def _task(model: Any) -> Task:
+    name = type(model).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "classification"
+    if name.endswith(("LMHeadModel", "ForCausalLM")):
+        return "causal-lm"
+    raise NotSupportedError(
+        f"capture takes a transformers model for sequence classification or causal language modeling, not {name}"
+    )

@@ -1,0 +1,233 @@
+"""A case: everything that decides an audit's result, as one TOML file with a content hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gradaudit.attacks.base import Attack
+from gradaudit.data.source import DataSpec
+from gradaudit.defenses.base import UpdateDefense
+from gradaudit.errors import BadInputError, unknown_name
+from gradaudit.metrics.text import PUBLISHED
+from gradaudit.registry import build, describe
+from gradaudit.selection import Selection
+from gradaudit.types import Given, LocalTraining, Task
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClientTable(_Table):
+    """[client]: how the update is made."""
+
+    dropout: bool = Field(default=False, description="train with dropout on, at the model's configured rates")
+    freeze: tuple[str, ...] = Field(default=(), description='not trained: "embeddings", "0-2:q,k,v", ...')
+    optimizer: Literal["none", "sgd", "adamw"] = Field(default="none", description='"none" sends one gradient')
+    learning_rate: float = Field(default=1e-4, gt=0, description="of the local optimizer")
+    epochs: int = Field(default=1, ge=1, description="passes over the batch")
+    minibatch: int | None = Field(default=None, ge=1, description="sentences a local step; all when not set")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
+
+    def training(self) -> LocalTraining:
+        """Return the table as the client takes it."""
+        return LocalTraining(self.optimizer, self.learning_rate, self.epochs, self.minibatch, self.weight_decay)
+
+
+class KnowledgeTable(_Table):
+    """[knowledge]: which facts the attacker is given beside the model and the tensors."""
+
+    batch_size: bool = Field(default=True, description="number of sentences")
+    lengths: bool = Field(default=False, description="tokens of each sentence")
+    labels: bool = Field(default=False, description="class labels")
+    training: bool = Field(default=True, description="optimizer, learning rate, epochs, minibatch")
+    dropout: bool = Field(default=True, description="the dropout rate")
+    defenses: bool = Field(default=True, description="which defenses act")
+
+    def given(self) -> Given:
+        """Return the table as the client takes it."""
+        return Given(**self.model_dump())
+
+
+class SelectionTable(_Table):
+    """[selection]: which gradients the attacker sees."""
+
+    tensors: str = Field(default="all", description='"all", "0-2:q,k,v", "*:f,p", "embeddings", "head"')
+
+    @field_validator("tensors")
+    @classmethod
+    def _understood(cls, value: str) -> str:
+        Selection(value)
+        return value
+
+
+class MetricsTable(_Table):
+    """[metrics]: what is measured beside the standard scores."""
+
+    published: tuple[str, ...] = Field(default=(), description="the papers' own scorings to show beside ours")
+    diagnose: bool = Field(default=True, description="compare the matching loss at the truth and at the guess")
+
+    @field_validator("published")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in PUBLISHED:
+                raise unknown_name("published scoring", name, PUBLISHED)
+        return value
+
+
+class Case(_Table):
+    """One setting of one attack on one model and data set. Machine matters (device, jobs) are not in it."""
+
+    name: str = Field(default="", description="a short name for the report")
+    model: str = Field(default="minilm", description="embedded name, hub id, folder, or random:SHAPE")
+    layers: int | None = Field(default=None, ge=1, description="keep only the first blocks of the model")
+    task: Task = Field(default="classification", description='"classification" or "causal-lm"')
+    seed: int = Field(default=0, ge=0, description="every random stream derives from it")
+    data: DataSpec = Field(default_factory=DataSpec)
+    client: ClientTable = ClientTable()
+    knowledge: KnowledgeTable = KnowledgeTable()
+    selection: SelectionTable = SelectionTable()
+    defense: tuple[dict[str, Any], ...] = Field(default=(), description="[[defense]] tables, in order")
+    attack: dict[str, Any] = Field(description="[attack]: name and fields")
+    metrics: MetricsTable = MetricsTable()
+
+    @model_validator(mode="after")
+    def _buildable(self) -> Case:
+        self.build_attack()
+        self.build_defenses()
+        return self
+
+    def build_attack(self) -> Attack:
+        """Return the attack of [attack]."""
+        attack: Attack = _build("attack", self.attack)
+        return attack
+
+    def build_defenses(self) -> tuple[UpdateDefense, ...]:
+        """Return the defenses of [[defense]], in order."""
+        return tuple(_build("defense", table) for table in self.defense)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the case with every default written out, as plain data."""
+        data = self.model_dump(mode="json")
+        data["attack"] = json.loads(json.dumps(describe(self.build_attack())))
+        data["defense"] = [json.loads(json.dumps(describe(d))) for d in self.build_defenses()]
+        return data
+
+    def content_hash(self) -> str:
+        """Return 16 hex digits that change with anything that can change the result."""
+        text = json.dumps(self.resolved(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def setting(self) -> str:
+        """Return a short name of the client's setting, for tables."""
+        if self.name:
+            return self.name
+        parts = ["dropout on" if self.client.dropout else "dropout off"]
+        if self.client.freeze:
+            parts.append("frozen: " + ", ".join(self.client.freeze))
+        if self.client.optimizer != "none":
+            parts.append(f"{self.client.optimizer} {self.client.epochs} epochs")
+        parts += [str(d.get("name")) for d in self.defense]
+        return "; ".join(parts)
+
+
+def _build(kind: str, table: dict[str, Any]) -> Any:
+    values = dict(table)
+    name = values.pop("name", None)
+    if not isinstance(name, str):
+        raise BadInputError(f"[{kind}] needs a name; see 'gradaudit list {kind}s'")
+    return build(kind, name, values)
+
+
+def parse_case(data: dict[str, Any]) -> Case:
+    """Return the case of parsed TOML.
+
+    Raises:
+        BadInputError: one sentence for the first thing wrong, with the closest known key for an unknown one.
+    """
+    try:
+        return Case.model_validate(data)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def load_case(path: Path, settings: Sequence[str] = ()) -> Case:
+    """Return the case of a TOML file, with `--set` overrides applied.
+
+    Args:
+        path: the file.
+        settings: "attack.steps=100" assignments; values are TOML, or plain text where that is no TOML.
+
+    Raises:
+        BadInputError: no such file, empty, not TOML, unknown key, value that does not fit.
+    """
+    if not path.is_file():
+        raise BadInputError(f"no such case file: {path}")
+    try:
+        text = path.read_text(encoding="utf8")
+        data = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{path} is not TOML ({error})") from None
+    if not text.strip():
+        raise BadInputError(f"{path} is empty; 'gradaudit show case example' prints one to start from")
+    for setting in settings:
+        _assign(data, setting)
+    if "attack" not in data:
+        raise BadInputError(f'{path} has no [attack] table; add one with name = "dager"')
+    return parse_case(data)
+
+
+def _assign(data: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise BadInputError(f"--set takes key=value, for example attack.steps=100; got '{setting}'")
+    *path, last = key.strip().split(".")
+    table = data
+    for part in path:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise BadInputError(f"--set {key}: '{part}' is a value, not a table")
+        table = inner
+    table[last] = parse_value(text)
+
+
+def parse_value(text: str) -> Any:
+    """Return a command-line value: TOML where it is some, else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explained(error: ValidationError) -> BadInputError:
+    first = error.errors()[0]
+    cause = (first.get("ctx") or {}).get("error")
+    if isinstance(cause, BadInputError):
+        return cause
+    where = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        table: Any = Case
+        for part in where[:-1]:
+            table = _table_of(table, part)
+        place = f"key in [{'.'.join(where[:-1])}]" if len(where) > 1 else "key"
+        return unknown_name(place, where[-1], table.model_fields)
+    if first["type"] == "missing":
+        return BadInputError(f"the case lacks '{'.'.join(where)}'")
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return BadInputError(f"{'.'.join(where) or 'case'}: {message}, got {first.get('input')!r}" if where else message)
+
+
+def _table_of(table: type[BaseModel], key: str) -> type[BaseModel]:
+    annotation = table.model_fields[key].annotation
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return table

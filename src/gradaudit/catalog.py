@@ -1,0 +1,108 @@
+"""What there is to choose from: `gradaudit list` and `gradaudit show`, derived from the registry and the dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from gradaudit.errors import unknown_name
+from gradaudit.metrics.text import METRICS
+from gradaudit.models.zoo import EMBEDDED, RANDOM, SHAPES
+from gradaudit.registry import known
+
+EXAMPLE = """\
+# An audit of your own training: the data is yours, the attacker is an honest-but-curious server.
+model = "minilm"                  # embedded name, hub id or folder; 'gradaudit list models'
+task = "classification"           # or "causal-lm"
+seed = 0
+
+[data]
+path = "messages.csv"             # csv, tsv, jsonl, parquet, txt; or hub = "..."; or source = "sample"
+text = "text"                     # column name, or 0-based number
+label = "label"
+batch_size = 4
+batches = 10
+
+[client]
+dropout = false                   # true: training mode, at the model's configured rates
+freeze = []                       # for example ["embeddings"]
+
+[knowledge]                       # what the attacker is given
+labels = false
+lengths = false
+
+[attack]
+name = "dager"                    # 'gradaudit list attacks'
+"""
+
+
+def listing(kind: str) -> list[dict[str, str]]:
+    """Return name and one line about each of "attacks", "models", "metrics" or "defenses".
+
+    Raises:
+        BadInputError: another kind.
+    """
+    if kind in ("attacks", "defenses"):
+        return [{"name": name, "about": _first_line(cls)} for name, cls in known(kind[:-1]).items()]
+    if kind == "metrics":
+        return [{"name": name, "about": about} for name, about in METRICS.items()]
+    if kind == "models":
+        embedded = [{"name": name, "about": item.about} for name, item in EMBEDDED.items()]
+        shapes = [{"name": RANDOM + name, "about": f"{item.about}, random weights"} for name, item in SHAPES.items()]
+        other = [
+            {"name": "FOLDER", "about": "any local folder with a BERT, RoBERTa, MPNet, GPT-2 or Llama model"},
+            {"name": "OWNER/NAME", "about": "any hub id of those families"},
+            {"name": RANDOM + "FOLDER", "about": "a folder's config and tokenizer with random weights"},
+        ]
+        return embedded + shapes + other
+    raise unknown_name("kind", kind, ["attacks", "models", "metrics", "defenses"])
+
+
+def details(kind: str, name: str) -> dict[str, Any]:
+    """Return everything about one attack, defense, model or metric: fields, defaults, sources, what it needs.
+
+    Raises:
+        BadInputError: an unknown kind or name.
+    """
+    kind = kind.rstrip("s")
+    if kind in ("attack", "defense"):
+        found = known(kind)
+        if name not in found:
+            raise unknown_name(kind, name, found)
+        return _described(kind, found[name])
+    if kind in ("model", "metric"):
+        items = {item["name"]: item for item in listing(kind + "s")}
+        if name not in items:
+            raise unknown_name(kind, name, items)
+        return {"kind": kind, **items[name]}
+    raise unknown_name("kind", kind, ["attack", "model", "metric", "defense", "case"])
+
+
+def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {"kind": kind, "name": cls.name, "about": inspect.getdoc(cls) or ""}
+    if kind == "attack":
+        out |= {
+            "source": cls.source,
+            "needs": list(cls.needs),
+            "tasks": list(cls.tasks),
+            "models_dropout": cls.models_dropout,
+            "models_defenses": cls.models_defenses,
+        }
+    else:
+        out["acts_on"] = cls.acts_on
+    out["fields"] = [
+        {
+            "name": f.name,
+            "default": list(f.default) if isinstance(f.default, tuple) else f.default,
+            "about": f.metadata.get("about", ""),
+            "unit": f.metadata.get("unit", ""),
+            "source": f.metadata.get("source", ""),
+        }
+        for f in dataclasses.fields(cls)
+    ]
+    return out
+
+
+def _first_line(cls: type[Any]) -> str:
+    return (inspect.getdoc(cls) or "").split("\n")[0]

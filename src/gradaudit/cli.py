@@ -1,0 +1,305 @@
+"""The command line, thin: it reads arguments, calls the program, and turns errors into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import click
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from gradaudit import __version__
+from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
+
+app = typer.Typer(
+    help="How much private text can be read back from the updates a model training sends?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 done; 1 a --fail-on threshold was crossed; 2 usage or bad input; 3 inconclusive.",
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU when there is one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON lines on standard output, and nothing else there.")]
+ShowText = Annotated[bool, typer.Option("--show-text", help="Show the private text; it is redacted otherwise.")]
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for the report, records and the update.")] = Path(
+        "gradaudit-demo"
+    ),
+    device: Device = "auto",
+) -> None:
+    """Audit a real model's update on embedded sentences and show what leaks (two minutes)."""
+    from gradaudit.audit import pick_device
+    from gradaudit.demo import run_demo
+    from gradaudit.metrics.summary import summarize
+    from gradaudit.report.render import render
+    from gradaudit.terminal import compared, progress_bars, summary_table
+
+    place = pick_device(device)
+    err.print(
+        "[bold]gradaudit demo[/bold]: MiniLM-L6 (real weights) takes one fine-tuning step on 4 private sentences;"
+    )
+    err.print("an honest-but-curious server sees the update and tries to read them back.\n")
+    with progress_bars(err):
+        done = run_demo(folder, place)
+    report = render(folder, show_text=True)  # the demo's sentences are invented and public
+    best = max(done.records, key=lambda r: r.scores["rougeL"] or 0.0)
+    texts = done.texts[done.records.index(best)]
+    order = sorted(range(len(best.sentences)), key=lambda i: -best.sentences[i].rougeL)
+    out.print(f"\n[bold]What '{best.attack}' read out of the update[/bold] ({escape(best.setting)})\n")
+    for line in compared(best, texts, sorted(order[:3])):
+        out.print(line)
+    out.print("[green]right place[/green]  [yellow]~wrong place~[/yellow]  [red][[wrong][/red]\n")
+    summaries = summarize(done.records)
+    out.print(summary_table(summaries, "gradaudit demo: minilm, 4 sentences, one gradient each"))
+    out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict(summaries, done.records))}\n")
+    out.print(f"report   {report}\nrecords  {folder / 'records.jsonl'}\nupdate   {folder / 'update'}")
+
+
+@app.command()
+def run(
+    case_file: Annotated[Path, typer.Argument(metavar="CASE.toml")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for records and report.")],
+    set_: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. attack.steps=100.")
+    ] = [],  # noqa: B006 - typer's way
+    device: Device = "auto",
+    as_json: Json = False,
+    show_text: ShowText = False,
+    fail_on: Annotated[list[str], typer.Option(metavar="SCORE>VALUE", help="Exit 1 when a mean score crosses.")] = [],  # noqa: B006
+) -> None:
+    """Run a case: attack every batch, judge it, write records and a report. Run again to go on after a stop."""
+    from gradaudit import audit
+    from gradaudit.case import load_case
+    from gradaudit.metrics.summary import summarize
+    from gradaudit.progress import step
+    from gradaudit.report.render import render
+    from gradaudit.terminal import progress_bars, summary_table
+    from gradaudit.thresholds import parse
+
+    limits = parse(fail_on)
+    case = load_case(case_file, set_)
+    place = audit.pick_device(device)
+    records = []
+    try:
+        with progress_bars(err, quiet=as_json):
+            ready = audit.prepare(case, case_file.resolve().parent, place)
+            for record in audit.run(ready, folder):
+                records.append(record)
+                step("batches", len(records), len(ready.batches))
+                if as_json:
+                    _print_json(_record_line(record))
+    except KeyboardInterrupt:
+        err.print(
+            f"interrupted; {len(records)} of {case.data.batches} batches are kept in {folder}, "
+            "run the same command again to go on"
+        )
+        raise typer.Exit(ExitCode.INCONCLUSIVE) from None
+    summary = summarize(records)[0]
+    report = render(folder, show_text=show_text)
+    if as_json:
+        _print_json(_summary_line(summary))
+    else:
+        out.print(summary_table([summary], f"{ready.model.spec.title}, {ready.rows.where}"))
+        out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict([summary], records))}\n\nreport   {report}")
+        for problem in sorted({r.error for r in records if r.error}):
+            err.print(f"[yellow]failed:[/yellow] {escape(problem)}")
+    crossed = [str(t) for t in limits if t.crossed(summary)]
+    if crossed:
+        err.print(f"threshold crossed: {', '.join(crossed)}")
+        raise typer.Exit(ExitCode.THRESHOLD_CROSSED)
+    if summary.failed == summary.n:
+        err.print("inconclusive: every batch failed, see the errors above; a failed attack is no sign of safety")
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
+
+
+@app.command()
+def attack(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder made by gradaudit.capture.")],
+    name: Annotated[str, typer.Option("--attack", help="See 'gradaudit list attacks'.")] = "dager",
+    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Attack field, e.g. steps=100.")] = [],  # noqa: B006
+    selection: Annotated[str, typer.Option(help="Which gradients the attacker sees.")] = "all",
+    model: Annotated[str | None, typer.Option(help="Model to use in place of the one the bundle names.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the attack's random stream.")] = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Attack an update bundle that you are entitled to examine; no truth is needed."""
+    from gradaudit import examine
+    from gradaudit.audit import pick_device
+    from gradaudit.terminal import harmless, progress_bars
+
+    place = pick_device(device)
+    with progress_bars(err, quiet=as_json):
+        found = examine.examine(bundle, name, set_, selection, model, seed, place)
+    for warning in found.warnings:
+        err.print(f"[yellow]note:[/yellow] {escape(warning)}")
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        out.print(f"[bold]{name}[/bold] on {bundle}: {len(found.texts)} sentences in {found.seconds:.1f} s\n")
+        for number, text in enumerate(found.texts, 1):
+            proof = found.certificates[number - 1] if found.certificates else ""
+            out.print(f"{number:>3}  {escape(harmless(text))}  [dim]{proof}[/dim]")
+        for note in found.notes:
+            out.print(f"[dim]{escape(note)}[/dim]")
+        out.print("\nNobody compared this with the original: see 'gradaudit run' for a scored audit.")
+    if not found.texts:
+        err.print("inconclusive: nothing was recovered, which is no sign of safety; try another attack")
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by 'gradaudit run'.")],
+    show_text: ShowText = False,
+) -> None:
+    """Write a run's report.html anew, with or without the private text."""
+    from gradaudit.report.render import render
+
+    out.print(str(render(folder, show_text=show_text)), soft_wrap=True)
+
+
+@app.command("list")
+def list_(
+    kind: Annotated[str, typer.Argument(metavar="attacks|models|metrics|defenses")],
+    as_json: Json = False,
+) -> None:
+    """List what there is to choose from."""
+    from gradaudit.catalog import listing
+
+    items = listing(kind)
+    if as_json:
+        _print_json(items)
+        return
+    width = max((len(item["name"]) for item in items), default=0)
+    for item in items:
+        out.print(f"[bold]{escape(item['name']):<{width}}[/bold]  {escape(item['about'])}")
+
+
+@app.command()
+def show(
+    kind: Annotated[str, typer.Argument(metavar="attack|defense|model|metric|case")],
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    as_json: Json = False,
+) -> None:
+    """Show one attack, defense, model or metric: fields, defaults, sources; 'show case example' prints a case."""
+    from gradaudit.catalog import EXAMPLE, details
+
+    if kind == "case":
+        if name != "example":
+            raise BadInputError("there is one case to show: 'gradaudit show case example'")
+        sys.stdout.write(EXAMPLE)
+        return
+    found = details(kind, name)
+    if as_json:
+        _print_json(found)
+        return
+    fields = found.pop("fields", [])
+    out.print(f"[bold]{found.pop('kind')} {escape(found.pop('name'))}[/bold]\n{escape(found.pop('about'))}\n")
+    for key, value in found.items():
+        shown = ", ".join(map(str, value)) or "nothing" if isinstance(value, list) else value
+        out.print(f"{key.replace('_', ' ')}: {escape(str(shown))}")
+    for field in fields:
+        unit = f" {field['unit']}" if field["unit"] else ""
+        source = f" [dim]({escape(field['source'])})[/dim]" if field["source"] else ""
+        out.print(
+            f"  [bold]{field['name']}[/bold] = {escape(repr(field['default']))}{unit}  {escape(field['about'])}{source}"
+        )
+
+
+@app.command()
+def check(
+    case_file: Annotated[Path, typer.Argument(metavar="CASE.toml")],
+    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE")] = [],  # noqa: B006
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Validate a case, print it with every default, and estimate its time and memory."""
+    from dataclasses import asdict
+
+    from gradaudit.audit import pick_device, prepare
+    from gradaudit.case import load_case
+    from gradaudit.estimate import estimate
+
+    case = load_case(case_file, set_)
+    ready = prepare(case, case_file.resolve().parent, pick_device(device))
+    cost = estimate(ready)
+    if as_json:
+        _print_json({"case": case.resolved(), "hash": case.content_hash(), "estimate": asdict(cost)})
+        return
+    out.print_json(json.dumps(case.resolved()))
+    out.print(f"hash {case.content_hash()}; model {ready.model.spec.title}; data {ready.rows.where}")
+    out.print(
+        f"first batch: {cost.tokens} tokens, load b/d {cost.load:.2f}; the attacker sees {100 * cost.share:.2f}% of "
+        f"the parameters\nestimate: {cost.seconds:.0f} s for {len(ready.batches)} batches, {cost.memory_mib:.0f} MiB"
+    )
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        out.print(f"gradaudit {__version__}")
+        raise typer.Exit()
+
+
+def _verdict(summaries: Any, records: Any) -> str:
+    from gradaudit.report.verdict import verdict
+
+    return verdict(summaries, records).sentence
+
+
+def _record_line(record: Any) -> dict[str, Any]:
+    # spectra and word marks are long, and in records.jsonl
+    return record.model_dump(mode="json", exclude={"spectrum", "sentences"})  # type: ignore[no-any-return]
+
+
+def _summary_line(summary: Any) -> dict[str, Any]:
+    data = summary.model_dump(mode="json")
+    for side in ("scores", "baseline"):
+        intervals = data[side]
+        data[side] = {name: value["mean"] for name, value in intervals.items()}
+        data["intervals" if side == "scores" else "baseline_intervals"] = {
+            name: [value["low"], value["high"]] for name, value in intervals.items()
+        }
+    return data  # type: ignore[no-any-return]
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> NoReturn:
+    """Run the program; every expected error is one sentence on standard error."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as problem:
+        problem.show()
+        code = ExitCode.BAD_INPUT
+    except NotSupportedError as problem:
+        err.print(f"[red]not supported:[/red] {escape(str(problem))}")
+        code = ExitCode.BAD_INPUT
+    except AuditError as problem:
+        err.print(f"[red]error:[/red] {escape(str(problem))}")
+        code = ExitCode.BAD_INPUT
+    except OSError as problem:
+        err.print(
+            f"[red]error:[/red] {escape(problem.strerror or str(problem))}: {escape(str(problem.filename or ''))}"
+        )
+        code = ExitCode.BAD_INPUT
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        err.print("interrupted")
+        code = ExitCode.INCONCLUSIVE
+    sys.exit(int(code or 0))

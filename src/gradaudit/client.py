@@ -1,0 +1,186 @@
+"""The client's side: a private batch goes in, an update comes out, and only an `Observation` passes the wall."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.defenses.base import UpdateDefense
+from gradaudit.errors import BadInputError
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.registry import describe
+from gradaudit.selection import Selection
+from gradaudit.streams import draw_seed, global_stream, stream
+from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, Update
+
+
+@dataclass(frozen=True)
+class Client:
+    """One honest client of a federated training.
+
+    Args:
+        model: the global model it was sent.
+        training: one gradient (the default), or local steps.
+        dropout: train with dropout on, at the rates the model is configured with.
+        freeze: selection expressions of what is not trained ("embeddings", "0-2:q,k,v", ...).
+        defenses: what acts on the update before it leaves, in order.
+    """
+
+    model: TransformersModel
+    training: LocalTraining = LocalTraining()  # noqa: RUF009 - frozen, so sharing it is safe
+    dropout: bool = False
+    freeze: tuple[str, ...] = ()
+    defenses: tuple[UpdateDefense, ...] = ()
+
+    def frozen(self) -> tuple[str, ...]:
+        """Return the names of the frozen parameters.
+
+        Raises:
+            BadInputError: an expression that covers a parameter only in part (GPT-2's q alone is a third of one).
+        """
+        seen: dict[str, int] = {}
+        for expression in self.freeze:
+            for view in Selection(expression).views(self.model).values():
+                seen[view.parameter] = (
+                    seen.get(view.parameter, 0) + view(self.model.parameters()[view.parameter]).numel()
+                )
+        for name, covered in seen.items():
+            if covered < self.model.parameters()[name].numel():
+                raise BadInputError(f"freeze: '{name}' holds more than the roles named; freeze all of its roles")
+        return tuple(seen)
+
+    def update(self, batch: Batch, rng: torch.Generator) -> Update:
+        """Train on the batch and return what leaves the client.
+
+        Args:
+            batch: the private batch.
+            rng: the client's random stream; dropout, minibatch order and defenses each get their own from it.
+
+        Raises:
+            BadInputError: an empty batch, or nothing left to train.
+        """
+        if batch.tokens == 0 or len(batch.ids) == 0:
+            raise BadInputError("the batch is empty; a client needs at least one sentence")
+        seed = draw_seed(rng)
+        frozen = self.frozen()
+        trained = {n: p for n, p in self.model.parameters().items() if n not in frozen}
+        if not trained:
+            raise BadInputError("every parameter is frozen; nothing is trained and nothing is sent")
+        if self.training.optimizer == "none":
+            tensors = self._gradient(batch, trained, seed)
+        else:
+            tensors = self._weight_change(batch, trained, seed)
+        for place, defense in enumerate(self.defenses):
+            tensors = defense.on_update(tensors, stream(seed, "defense", place))
+        return Update(
+            tensors=tensors,
+            kind="gradient" if self.training.optimizer == "none" else "delta",
+            training=self.training,
+            dropout=self.model.dropout_rate() if self.dropout else 0.0,
+            frozen=frozen,
+            defenses=tuple(describe(d) for d in self.defenses),
+        )
+
+    def observe(self, batch: Batch, selection: Selection, given: Given, rng: torch.Generator) -> Observation:
+        """Return what an honest-but-curious server sees of this batch's update: the only way through the wall.
+
+        Args:
+            batch: the private batch.
+            selection: which gradients it sees.
+            given: which facts it is given beside them.
+            rng: the client's random stream.
+        """
+        update = self.update(batch, rng)
+        return observation(self.model, update, selection, self.knowledge(batch, update, given))
+
+    def knowledge(self, batch: Batch, update: Update, given: Given) -> Knowledge:
+        """Return the values of the facts that are given away."""
+        labels = None if batch.labels is None else tuple(int(y) for y in batch.labels)
+        return Knowledge(
+            batch_size=len(batch.ids) if given.batch_size else None,
+            lengths=tuple(len(s) for s in batch.sequences()) if given.lengths else None,
+            labels=labels if given.labels else None,
+            training=update.training if given.training else None,
+            dropout=update.dropout if given.dropout else None,
+            defenses=update.defenses if given.defenses else None,
+        )
+
+    def _gradient(self, batch: Batch, trained: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+        with self._mode(seed, 0):
+            loss = self._loss(batch, torch.arange(len(batch.ids)), None)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return {
+            name: (torch.zeros_like(p) if g is None else g).detach()
+            for (name, p), g in zip(trained.items(), found, strict=True)
+        }
+
+    def _weight_change(self, batch: Batch, trained: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+        local = {n: p.detach().clone().requires_grad_() for n, p in trained.items()}
+        fixed = {n: p.detach() for n, p in self.model.parameters().items() if n not in local}
+        how = self.training
+        optimizer: torch.optim.Optimizer
+        if how.optimizer == "sgd":
+            optimizer = torch.optim.SGD(local.values(), lr=how.learning_rate)
+        else:
+            optimizer = torch.optim.AdamW(local.values(), lr=how.learning_rate, weight_decay=how.weight_decay)
+        for step, rows in enumerate(self._minibatches(len(batch.ids), seed)):
+            with self._mode(seed, step):
+                loss = self._loss(batch, rows, fixed | local)
+                grads = torch.autograd.grad(loss, list(local.values()), allow_unused=True)
+            for p, g in zip(local.values(), grads, strict=True):
+                p.grad = g
+            optimizer.step()
+        return {n: (p - trained[n]).detach() for n, p in local.items()}
+
+    def _minibatches(self, size: int, seed: int) -> Iterator[Tensor]:
+        order = stream(seed, "minibatch order")
+        for _ in range(self.training.epochs):
+            whole = self.training.minibatch is None or self.training.minibatch >= size
+            rows = torch.arange(size) if whole else torch.randperm(size, generator=order)
+            yield from torch.split(rows, self.training.minibatch or size)
+
+    def _loss(self, batch: Batch, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
+        device = self.model.device
+        ids, mask = batch.ids[rows].to(device), batch.mask[rows].to(device)
+        longest = int(mask.sum(1).max())
+        ids, mask = ids[:, :longest], mask[:, :longest]
+        labels = ids if batch.labels is None else batch.labels[rows].to(device)
+        return self.model.loss(ids=ids, mask=mask, labels=labels, params=params)
+
+    def _mode(self, seed: int, step: int) -> nullcontext[None] | _DropoutOn:
+        if not self.dropout:
+            return nullcontext()
+        return _DropoutOn(self.model, stream(seed, "dropout", step))
+
+
+class _DropoutOn:
+    """Training mode with the masks drawn from one stream; evaluation mode after."""
+
+    def __init__(self, model: TransformersModel, rng: torch.Generator) -> None:
+        self._random = global_stream(rng, model.device)
+        self._mode = model.training_mode()
+
+    def __enter__(self) -> None:
+        self._random.__enter__()
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(None, None, None)
+        self._random.__exit__(None, None, None)
+
+
+def observation(model: TransformersModel, update: Update, selection: Selection, knowledge: Knowledge) -> Observation:
+    """Return the selected part of an update as an attack may see it."""
+    tensors, views = selection.take(model, update.tensors)
+    return Observation(
+        model=model,
+        tensors=tensors,
+        views=views,
+        kind=update.kind,
+        knowledge=knowledge,
+        selection=selection.expression,
+    )

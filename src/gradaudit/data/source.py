@@ -1,0 +1,545 @@
+"""Where the private batches come from: the embedded sample, a local file, or a hub id."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gradaudit.errors import BadInputError
+from gradaudit.models.base import TextModel
+from gradaudit.types import Batch
+
+SAMPLE = Path(__file__).parent / "sample.jsonl"
+"""The embedded sample: original sentences with the columns text, label and sensitive."""
+
+ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".txt")
+"""The file endings `load_rows` reads."""
+
+LONGEST_FIELD = 1 << 20
+"""Longest csv or tsv field, in characters: eight times Python's own limit; beyond it a file is broken."""
+
+# strict, so that True is not taken for column 1
+ColumnNumber = Annotated[int, Field(strict=True, ge=0)]
+
+
+class DataSpec(BaseModel):
+    """Which rows an audit attacks: a source, its columns, and how the batches are drawn from it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: Literal["sample"] | None = Field(
+        default=None,
+        description='"sample" for the embedded sentences; taken when neither path nor hub is given',
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="local file (csv, tsv, jsonl, parquet, txt), from the case file's or current folder",
+    )
+    hub: str | None = Field(
+        default=None, min_length=1, description="id of a data set on the Hugging Face hub (gradaudit[data])"
+    )
+    config: str | None = Field(default=None, description="configuration of the hub data set")
+    split: str = Field(default="train", min_length=1, description="split of the hub data set")
+    header: bool = Field(default=True, description="whether the first line of a csv or tsv names the columns")
+    text: str | ColumnNumber = Field(
+        default="text", description="column of the text: a name, or a number counted from 0"
+    )
+    label: str | ColumnNumber | None = Field(
+        default=None,
+        description="column of the class label: a name, or a number counted from 0; the sample has its own",
+    )
+    shuffle_seed: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**32 - 1,
+        description="numpy seed that shuffles the rows first (the papers use 101); file order without it",
+    )
+    batch_size: int = Field(default=1, ge=1, description="texts a batch")
+    batches: int = Field(default=1, ge=1, description="number of batches")
+    skip: int = Field(default=0, ge=0, description="rows of the drawn order to pass over first")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sample_when_none_given(cls, given: Any) -> Any:
+        # filled in here, not read as a default, so that both ways of writing it give one content hash
+        if isinstance(given, Mapping) and all(given.get(name) is None for name in ("source", "path", "hub")):
+            return {**given, "source": "sample"}
+        return given
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSpec:
+        given = [name for name in ("source", "path", "hub") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; keep one of source, path and hub")
+        for name, asked in (("config", self.config is not None), ("split", self.split != "train")):
+            if asked and self.hub is None:
+                raise ValueError(f"{name} is for hub data sets only; remove it or name the data set with hub")
+        return self
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every row of a data source, in its own order.
+
+    Args:
+        texts: the texts as they stand in the source, empty ones included.
+        labels: class number of each row, 0 to C - 1; None when no label column was named.
+        classes: what the source calls class 0, 1, ..., in order; empty without labels.
+        where: the source in words, for messages and records.
+        sha256: of the file's bytes; for a hub data set, of its texts and labels.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...] | None
+    classes: tuple[str, ...]
+    where: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Columns of any format: their names (None without a header), how to read one, and where a row lies."""
+
+    where: str
+    names: tuple[str, ...] | None
+    width: int
+    column: Callable[[int], list[Any]]
+    place: Callable[[int], str]
+    first_line_names: bool = False
+
+
+def load_rows(spec: DataSpec, base: Path) -> Rows:
+    """Return all rows of the source a spec names.
+
+    Blank lines of csv, tsv and jsonl files are not rows; in a txt file every line is one.
+
+    Args:
+        spec: the source and its columns.
+        base: folder that a relative path starts from (the case file's); the current folder is tried after it.
+
+    Raises:
+        BadInputError: the source cannot be read, or does not hold what the spec asks for.
+    """
+    if spec.hub is not None:
+        table, declared = _hub(spec.hub, spec)
+        return _rows(table, spec.text, spec.label, declared, None)
+    if spec.path is None:
+        data = SAMPLE.read_bytes()
+        label = "label" if spec.label is None else spec.label
+        return _rows(_jsonl(data, "the embedded sample"), spec.text, label, (), data)
+    file = _find(spec.path, base)
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        shown = f"the ending '{ending}'" if ending else "no ending"
+        raise BadInputError(
+            f"{spec.path} has {shown} and so no known format; rename or convert it to one of {', '.join(ENDINGS)}"
+        )
+    data = _read(file, spec.path)
+    if ending == ".txt":
+        return _text_lines(data, spec)
+    if ending == ".parquet":
+        table = _parquet(data, spec.path)
+    elif ending == ".jsonl":
+        table = _jsonl(data, spec.path)
+    else:
+        table = _separated(data, spec.path, spec.header, tab=ending == ".tsv")
+    return _rows(table, spec.text, spec.label, (), data)
+
+
+def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
+    """Return the row numbers of each batch, counted from 0.
+
+    The papers' draw: shuffle the numbers of all rows with the seed, pass over `skip`, cut into batches.
+
+    Args:
+        spec: seed, skip, number and size of the batches.
+        rows: what `load_rows` returned for the same spec.
+
+    Raises:
+        BadInputError: there are too few rows, or a drawn row holds no text.
+    """
+    needed = spec.skip + spec.batches * spec.batch_size
+    if needed > len(rows.texts):
+        raise BadInputError(
+            f"batch larger than the data: {rows.where} has {len(rows.texts)} rows and {needed} are needed "
+            f"(skip {spec.skip} + {spec.batches} batches of {spec.batch_size}); "
+            "lower batch_size, batches or skip"
+        )
+    order = list(range(len(rows.texts)))
+    if spec.shuffle_seed is not None:
+        # the legacy generator, because the papers' indices come from it
+        np.random.RandomState(spec.shuffle_seed).shuffle(order)
+    chosen = order[spec.skip : needed]
+    for row in chosen:
+        if not rows.texts[row].strip():
+            raise BadInputError(
+                f"row {row} (counted from 0) of {rows.where} is drawn but holds no text; "
+                "delete that row, or change skip or shuffle_seed to pass over it"
+            )
+    size = spec.batch_size
+    return [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+
+
+def make_batch(model: TextModel, texts: Sequence[str], labels: Sequence[int] | None) -> Batch:
+    """Return the batch a client trains on: encoded, padded on the right, on the CPU.
+
+    A causal language model takes the text as its own label, so `labels` are left out of its batches.
+
+    Args:
+        model: encodes the texts and says which id pads.
+        texts: the B texts; at least one.
+        labels: class number of each text; None without.
+
+    Raises:
+        BadInputError: there is no text, or the labels do not fit a classification model.
+    """
+    if not texts:
+        raise BadInputError("a batch needs at least one text; give one or more")
+    classes: torch.Tensor | None = None
+    if model.spec.task == "classification":
+        if labels is None:
+            raise BadInputError(
+                "a classification model needs a label for each text and none are there; "
+                "name the label column with label, or set the model's task to 'causal-lm'"
+            )
+        if len(labels) != len(texts):
+            raise BadInputError(f"{len(texts)} texts came with {len(labels)} labels; give one label for each text")
+        wrong = [label for label in labels if not 0 <= label < model.spec.labels]
+        if wrong:
+            raise BadInputError(
+                f"label {wrong[0]} is outside the model's {model.spec.labels} classes "
+                f"(0 to {model.spec.labels - 1}); set the model's labels to the number of classes in the data"
+            )
+        classes = torch.tensor(list(labels), dtype=torch.long)
+    encoded = [model.encode(text) for text in texts]
+    longest = max(len(ids) for ids, _ in encoded)
+    ids = torch.full((len(encoded), longest), model.special.pad, dtype=torch.long)
+    mask = torch.zeros((len(encoded), longest), dtype=torch.bool)
+    for row, (tokens, _) in enumerate(encoded):
+        ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        mask[row, : len(tokens)] = True
+    return Batch(
+        ids=ids,
+        mask=mask,
+        labels=classes,
+        texts=tuple(texts),
+        truncated=sum(was_cut for _, was_cut in encoded),
+    )
+
+
+def _find(path: str, base: Path) -> Path:
+    try:
+        wanted = Path(path).expanduser()
+        for folder in (base, Path()):
+            file = folder / wanted
+            if file.is_dir():
+                raise BadInputError(f"{path} is a folder; give the path of one file in it")
+            if file.exists():
+                return file
+    except (OSError, RuntimeError) as error:
+        raise BadInputError(f"{path} cannot be looked up ({error}); check the path") from error
+    tried = "" if wanted.is_absolute() else f" in {base.resolve()} or the current folder"
+    raise BadInputError(f"there is no file {path}{tried}; check the path")
+
+
+def _read(file: Path, where: str) -> bytes:
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise BadInputError(f"{where} cannot be read ({error.strerror}); check the file and its permissions") from error
+    if not data.strip():
+        raise BadInputError(f"{where} is empty; give a file with at least one row")
+    return data
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadInputError(f"{where} is not UTF-8 text (line {line}); save it as UTF-8") from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise BadInputError(f"{where} holds a NUL byte (line {line}); save it as plain UTF-8 text")
+    return text
+
+
+def _text_lines(data: bytes, spec: DataSpec) -> Rows:
+    where = str(spec.path)
+    for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
+        if asked:
+            raise BadInputError(
+                f"{where} is a txt file, one text a line without columns; "
+                f"remove {name}, or give a csv, tsv, jsonl or parquet file"
+            )
+    # not splitlines, which also breaks a text at form feeds and Unicode separators
+    texts = tuple(line.removesuffix("\n") for line in io.StringIO(_decode(data, where), newline=None))
+    if not texts:
+        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    return Rows(texts, None, (), where, hashlib.sha256(data).hexdigest())
+
+
+def _separated(data: bytes, where: str, header: bool, *, tab: bool) -> _Table:
+    lines = io.StringIO(_decode(data, where), newline="")
+    if tab:
+        # in CoLA, SST-2 and their kin a quotation mark is part of the text
+        reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None, strict=True)
+    else:
+        reader = csv.reader(lines, strict=True)
+    records: list[list[str]] = []
+    starts: list[int] = []
+    limit = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        start = 1
+        for record in reader:
+            if record:
+                records.append(record)
+                starts.append(start)
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise BadInputError(
+            f"line {start} of {where} breaks the {'tsv' if tab else 'csv'} format ({error}); "
+            "mend its quotes and separators"
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+    first = 1 if header else 0
+    if len(records) == first:
+        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    width = len(records[0])
+    for record, start in zip(records, starts, strict=True):
+        if len(record) != width:
+            raise BadInputError(
+                f"line {start} of {where} has {len(record)} columns where the first has {width}; "
+                "mend that line (its separators and quotes)"
+            )
+    names = tuple(records[0]) if header else None
+    body, begins = records[first:], starts[first:]
+    return _Table(
+        where,
+        names,
+        width,
+        column=lambda number: [record[number] for record in body],
+        place=lambda row: f"line {begins[row]}",
+        first_line_names=header,
+    )
+
+
+def _jsonl(data: bytes, where: str) -> _Table:
+    records: list[dict[str, Any]] = []
+    starts: list[int] = []
+    for number, line in enumerate(io.StringIO(_decode(data, where), newline=None), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInputError(f"line {number} of {where} is not JSON; write one JSON object a line") from error
+        if not isinstance(record, dict):
+            raise BadInputError(
+                f"line {number} of {where} is not a JSON object; write one object a line, such as "
+                '{"text": "...", "label": 0}'
+            )
+        records.append(record)
+        starts.append(number)
+    if not records:
+        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    names = tuple(dict.fromkeys(name for record in records for name in record))
+
+    def column(number: int) -> list[Any]:
+        for record, start in zip(records, starts, strict=True):
+            if names[number] not in record:
+                raise BadInputError(f"line {start} of {where} has no '{names[number]}'; add it to that line")
+        return [record[names[number]] for record in records]
+
+    return _Table(where, names, len(names), column, place=lambda row: f"line {starts[row]}")
+
+
+def _parquet(data: bytes, where: str) -> _Table:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise BadInputError("reading parquet files needs the package pyarrow; pip install 'gradaudit[data]'") from error
+    try:
+        file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
+        names = tuple(file.schema_arrow.names)
+        rows = file.metadata.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadInputError(f"{where} is not a readable parquet file; write it again") from error
+    if not rows:
+        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+
+    def column(number: int) -> list[Any]:
+        try:
+            values: list[Any] = file.read(columns=[names[number]]).column(names[number]).to_pylist()
+        except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
+            raise BadInputError(f"column '{names[number]}' of {where} cannot be read; write the file again") from error
+        return values
+
+    return _Table(where, names, len(names), column, place=_row_place)
+
+
+def _hub(hub: str, spec: DataSpec) -> tuple[_Table, tuple[str, ...]]:
+    """Return the table of a hub data set, and the class names it declares for the label column."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise BadInputError(
+            "reading hub data sets needs the package datasets; pip install 'gradaudit[data]'"
+        ) from error
+    where = f"hub data set {hub}{f' ({spec.config})' if spec.config else ''}, split {spec.split}"
+    try:
+        loaded = datasets.load_dataset(hub, spec.config, split=spec.split)
+    except Exception as error:  # any of dozens: network, hub, builder, pandas, arrow
+        said = " ".join(str(error).split())
+        raise BadInputError(
+            f"{where} cannot be loaded ({type(error).__name__}: {said[:160]}); "
+            "check the id, config, split and connection, or give a local file with path"
+        ) from error
+    if not len(loaded):
+        raise BadInputError(f"{where} holds no rows; choose another split")
+    names = tuple(loaded.column_names)
+    table = _Table(where, names, len(names), lambda number: list(loaded[names[number]]), _row_place)
+    declared: tuple[str, ...] = ()
+    if spec.label is not None:
+        feature = loaded.features[names[_pick(table, "label", spec.label)]]
+        declared = tuple(getattr(feature, "names", None) or ())
+    return table, declared
+
+
+def _row_place(row: int) -> str:
+    return f"row {row} (counted from 0)"
+
+
+def _rows(
+    table: _Table,
+    text: str | int,
+    label: str | int | None,
+    declared: tuple[str, ...],
+    data: bytes | None,
+) -> Rows:
+    texts = _texts(table, _pick(table, "text", text))
+    labels: tuple[int, ...] | None = None
+    classes: tuple[str, ...] = ()
+    if label is not None:
+        labels, classes = _labels(table, _pick(table, "label", label), declared)
+    if data is None:
+        pairs = zip(texts, labels or [None] * len(texts), strict=True)
+        data = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    return Rows(texts, labels, classes, table.where, hashlib.sha256(data).hexdigest())
+
+
+def _pick(table: _Table, use: str, wanted: str | int) -> int:
+    """Return the number of the column asked for by name or number."""
+    if isinstance(wanted, int):
+        if wanted < table.width:
+            return wanted
+        raise BadInputError(
+            f"{table.where} has {table.width} columns and no number {wanted}; "
+            f"set {use} to a number from 0 to {table.width - 1}"
+        )
+    if table.names is None:
+        raise BadInputError(
+            f"{table.where} is read without a header, so it has no column '{wanted}'; "
+            f"set {use} to a column number from 0 to {table.width - 1}"
+        )
+    if table.names.count(wanted) > 1:
+        raise BadInputError(f"{table.where} has several columns '{wanted}'; set {use} to a column number")
+    if wanted in table.names:
+        return table.names.index(wanted)
+    close = difflib.get_close_matches(wanted, table.names, n=1, cutoff=0.5)
+    # a file read with header by mistake has a whole sentence for a name
+    shown = ", ".join(f"'{name[:40]}'" for name in table.names[:20])
+    more = f" and {table.width - 20} more" if table.width > 20 else ""
+    if close:
+        advice = f"did you mean '{close[0]}'?"
+    elif wanted.isdecimal():
+        advice = f"for a column number write {use} = {int(wanted)}, without quotes"
+    else:
+        advice = f"set {use} to one of them"
+        if table.first_line_names:
+            advice += ", or if the first line is data set header = false and give column numbers"
+    raise BadInputError(f"{table.where} has no column '{wanted}', it has {shown}{more}; {advice}")
+
+
+def _texts(table: _Table, number: int) -> tuple[str, ...]:
+    texts = []
+    for row, value in enumerate(table.column(number)):
+        # a missing text stays as an empty row, because leaving it out would change the papers' draw
+        text = "" if value is None else value
+        if not isinstance(text, str):
+            raise BadInputError(
+                f"{table.place(row)} of {table.where} holds {_kind(value)} where the text should be; "
+                "set text to a column of strings"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInputError(
+                f"{table.place(row)} of {table.where} holds half of a surrogate pair; mend its escapes"
+            ) from error
+        texts.append(text)
+    return tuple(texts)
+
+
+def _labels(table: _Table, number: int, declared: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the class number of each row, and the names of the classes in order."""
+    values = [_label(table, row, value) for row, value in enumerate(table.column(number))]
+    if declared:
+        for row, value in enumerate(values):
+            if not isinstance(value, int) or not 0 <= value < len(declared):
+                raise BadInputError(
+                    f"{table.place(row)} of {table.where} has no label ({value}); choose a labeled split"
+                )
+        return tuple(int(value) for value in values), declared
+    if all(re.fullmatch(r"[+-]?[0-9]{1,18}", str(value)) for value in values):
+        values = [int(value) for value in values]
+    else:
+        values = [str(value) for value in values]
+    known = sorted(set(values))
+    numbers = {value: index for index, value in enumerate(known)}
+    return tuple(numbers[value] for value in values), tuple(str(value) for value in known)
+
+
+def _label(table: _Table, row: int, value: Any) -> int | str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        # pandas turns a column of whole numbers into floats
+        return int(value)
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    missing = value is None or isinstance(value, str) or value != value  # NaN is pandas' missing value
+    problem = "has no label" if missing else f"holds {_kind(value)} where the label should be"
+    raise BadInputError(
+        f"{table.place(row)} of {table.where} {problem}; give each row a whole number or a name, "
+        "or set label to another column"
+    )
+
+
+def _kind(value: Any) -> str:
+    names = {
+        dict: "an object",
+        list: "a list",
+        bytes: "bytes",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,1 @@
+"""Defenses, one file a family, each acting where it really acts."""

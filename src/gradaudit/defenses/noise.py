@@ -1,0 +1,39 @@
+"""Additive noise on the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradaudit.defenses.base import UpdateDefense
+from gradaudit.errors import BadInputError
+from gradaudit.registry import hyper, register
+
+
+@register
+@dataclass(frozen=True)
+class Gaussian(UpdateDefense):
+    """Add N(0, sigma^2) to every coordinate of the update, without clipping.
+
+    This is *not* differential privacy: without a bound on one sentence's contribution, no epsilon follows.
+
+    Raises:
+        BadInputError: a sigma that is not positive.
+    """
+
+    name: ClassVar[str] = "gaussian"
+    sigma: float = hyper(1e-4, "standard deviation of the noise", unit="gradient units", source="DAGER, section 5")
+
+    def __post_init__(self) -> None:
+        if not self.sigma > 0:
+            raise BadInputError(f"defense 'gaussian': sigma must be above 0, got {self.sigma}")
+
+    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        return {
+            name: value + self.sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype).to(value.device)
+            for name, value in tensors.items()
+        }

@@ -1,0 +1,94 @@
+"""`gradaudit demo`: a real model's update, two settings, what leaks; in two minutes on two cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gradaudit.audit import (
+    TEXTS,
+    Prepared,
+    audit_batch,
+    describe_client,
+    open_folder,
+    prepare,
+    private_batch,
+    run_info,
+    sent,
+    write_info,
+)
+from gradaudit.bundle import save_bundle
+from gradaudit.case import Case, parse_case
+from gradaudit.progress import step
+from gradaudit.record import Record, Texts, append_line, read_lines
+
+SETTINGS = {
+    "dropout off": {"dropout": False},
+    "dropout on, embeddings frozen": {"dropout": True, "freeze": ["embeddings"]},
+}
+ATTACKS = (
+    # smaller budgets than the published ones, so that the demo ends in two minutes
+    {"name": "tag", "steps": 150},
+    {"name": "dager", "max_candidates": 30_000},
+)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A finished demo.
+
+    Args:
+        folder: with report.html, records.jsonl, texts.jsonl, run.json and the bundle in "update".
+        records: one a setting and attack.
+        texts: the texts behind them, in the same order.
+    """
+
+    folder: Path
+    records: list[Record]
+    texts: list[Texts]
+
+
+def cases() -> list[Case]:
+    """Return the demo's cases: each setting with each attack, on the first four sentences of the embedded sample."""
+    return [
+        parse_case({"name": name, "client": client, "attack": attack, "data": {"batch_size": 4}})
+        for name, client in SETTINGS.items()
+        for attack in ATTACKS
+    ]
+
+
+def run_demo(folder: Path, device: torch.device) -> Demo:
+    """Run the demo's cases into a folder and write the update bundle of the practical setting.
+
+    Args:
+        folder: where everything goes; a finished demo in it is read, not run again.
+        device: where the model runs.
+
+    Raises:
+        BadInputError: the model's package cannot be fetched, or the folder cannot be written.
+    """
+    records: list[Record] = []
+    ready: Prepared | None = None
+    every = cases()
+    for number, case in enumerate(every):
+        step("demo", number, len(every))
+        ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
+        done = open_folder(ready, folder, shared=True)
+        if number == 0:
+            write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))
+        if 0 in done:
+            records.append(done[0])
+            continue
+        record, texts = audit_batch(ready, 0)
+        append_line(folder / TEXTS, texts, private=True)
+        append_line(folder / "records.jsonl", record)
+        records.append(record)
+    assert ready is not None
+    batch = private_batch(ready, 0)
+    update, seen = sent(ready, batch, 0)
+    save_bundle(folder / "update", ready.model, update, seen.knowledge)
+    step("demo", len(every), len(every))
+    texts_by = {(t.case, t.attack): t for t in read_lines(folder / TEXTS, Texts)}
+    return Demo(folder, records, [texts_by[r.case, r.attack] for r in records])

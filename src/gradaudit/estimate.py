@@ -1,0 +1,57 @@
+"""What a case will cost before it is run: measured on its first batch, not guessed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from gradaudit.audit import Prepared, private_batch
+from gradaudit.client import Client
+from gradaudit.streams import stream
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Rough cost of a case.
+
+    Args:
+        seconds: all batches together, on this machine.
+        memory_mib: weights, one update and the attack's working copies.
+        tokens: real tokens of the first batch.
+        load: its tokens / width.
+        share: share of the model's parameters that the attacker sees.
+    """
+
+    seconds: float
+    memory_mib: float
+    tokens: int
+    load: float
+    share: float
+
+
+def estimate(ready: Prepared) -> Estimate:
+    """Return the cost of a prepared case, from one measured gradient of its first batch.
+
+    Args:
+        ready: the prepared case.
+    """
+    batch = private_batch(ready, 0)
+    client = Client(ready.model)
+    client.update(batch, stream(0, "warm-up"))
+    began = time.perf_counter()
+    client.update(batch, stream(0, "estimate"))
+    once = time.perf_counter() - began
+    attack = ready.attack.gradient_evaluations(len(batch.ids), batch.tokens)
+    # beside the attack: the client's own update, two for the diagnosis, one for the judge's baseline
+    seconds = once * (attack + 4) * len(ready.batches)
+    size = sum(p.numel() * p.element_size() for p in ready.model.parameters().values())
+    views = ready.selection.views(ready.model).values()
+    seen = sum(v(ready.model.parameters()[v.parameter]).numel() for v in views)
+    every = sum(p.numel() for p in ready.model.parameters().values())
+    return Estimate(
+        seconds=seconds,
+        memory_mib=(size * (2 + 3 * seen / every)) / 2**20,
+        tokens=batch.tokens,
+        load=batch.tokens / ready.model.width,
+        share=seen / every,
+    )

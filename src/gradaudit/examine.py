@@ -1,0 +1,116 @@
+"""Attack a bundle without truth: what `gradaudit attack` prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradaudit.bundle import load_bundle
+from gradaudit.case import parse_value
+from gradaudit.errors import BadInputError
+from gradaudit.registry import build
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import Knowledge
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What an attack read out of a bundle; nobody knows how much of it is right.
+
+    Args:
+        attack: its name.
+        model: title of the model.
+        knowledge: what the attacker was given.
+        texts: recovered sentences.
+        ids: their token ids.
+        labels, certificates, notes, details: of the reconstruction.
+        warnings: what preflight noticed.
+        seconds: wall time of the attack.
+    """
+
+    attack: str
+    model: str
+    knowledge: Knowledge
+    texts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    labels: tuple[int, ...] | None
+    certificates: tuple[str, ...] | None
+    notes: tuple[str, ...]
+    details: dict[str, Any]
+    warnings: tuple[str, ...]
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data; `scores` is null because there is no truth to score against."""
+        return {
+            "attack": self.attack,
+            "model": self.model,
+            "knowledge": self.knowledge.given(),
+            "texts": list(self.texts),
+            "ids": [list(row) for row in self.ids],
+            "labels": self.labels,
+            "certificates": self.certificates,
+            "notes": list(self.notes),
+            "details": self.details,
+            "warnings": list(self.warnings),
+            "seconds": self.seconds,
+            "scores": None,
+            "flags": ["no-truth"],
+            "error": None,
+        }
+
+
+def examine(
+    folder: Path,
+    attack: str,
+    settings: Sequence[str],
+    selection: str,
+    model: str | None,
+    seed: int,
+    device: torch.device,
+) -> Examination:
+    """Check a bundle and attack it.
+
+    Args:
+        folder: the bundle.
+        attack: name of the attack.
+        settings: "field=value" overrides of its fields.
+        selection: which gradients it sees.
+        model: a model name in place of the bundle's.
+        seed: of its random stream.
+        device: where it runs.
+
+    Raises:
+        BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise BadInputError(f"--set takes field=value, for example steps=100; got '{setting}'")
+        values[key.strip().removeprefix("attack.")] = parse_value(text)
+    built = build("attack", attack, values)
+    bundle = load_bundle(folder, device, model)
+    seen = bundle.observation(Selection(selection))
+    began = time.perf_counter()
+    found = built(seen, stream(seed, "attack", 0))
+    seconds = time.perf_counter() - began
+    return Examination(
+        attack=attack,
+        model=bundle.model.spec.title,
+        knowledge=seen.knowledge,
+        texts=tuple(bundle.model.decode(row) for row in found.sequences),
+        ids=found.sequences,
+        labels=found.labels,
+        certificates=found.certificates,
+        notes=found.notes,
+        details=dict(found.details),
+        warnings=tuple(f.text for f in bundle.findings),
+        seconds=seconds,
+    )

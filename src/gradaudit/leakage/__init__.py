@@ -1,0 +1,1 @@
+"""The mathematics of leakage: pure functions, no attack in them."""

@@ -1,0 +1,51 @@
+"""Labels from the gradient of the output layer, where that is exact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.matching import as_gradient
+from gradaudit.types import Observation
+
+
+def single_label(bias_gradient: Tensor | None, weight_gradient: Tensor | None) -> int | None:
+    """Return the class of a single sentence from the output layer's gradient; None where it does not determine it.
+
+    With cross-entropy, the gradient of logit c is p_c - [c is the label]: negative for the label alone. The bias
+    shows it directly. The weight's rows are that number times one hidden vector, so the label's row points against
+    all others; with two classes the rows oppose each other either way and the weight alone cannot tell.
+
+    Args:
+        bias_gradient: [C], or None when not seen.
+        weight_gradient: [C, d], or None when not seen.
+
+    Source: iDLG (Zhao et al., 2020), section 3; exact for one sentence.
+    """
+    if bias_gradient is not None:
+        negative = torch.where(bias_gradient < 0)[0]
+        return int(negative[0]) if len(negative) == 1 else None
+    if weight_gradient is None or len(weight_gradient) < 3:
+        return None
+    inner = weight_gradient @ weight_gradient.T
+    against = (inner < 0).sum(1)
+    label = int(against.argmax())
+    return label if int(against[label]) == len(inner) - 1 and int((against == 1).sum()) == len(inner) - 1 else None
+
+
+def analytic_label(seen: Observation) -> int | None:
+    """Return the label of an observed single-sentence update, None where it cannot be read exactly."""
+    model = seen.model
+    if model.spec.task != "classification" or seen.knowledge.batch_size != 1:
+        return None
+    if seen.kind == "delta" and seen.knowledge.training is None:
+        return None
+    classes, bias, weight = model.spec.labels, None, None
+    gradients = as_gradient(seen)
+    for name in model.group("head"):
+        found = gradients.get(name)
+        if found is not None and found.shape == (classes,):
+            bias = found
+        if found is not None and found.shape == (classes, model.width):
+            weight = found
+    return single_label(bias, weight)

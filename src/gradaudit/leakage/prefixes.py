@@ -1,0 +1,51 @@
+"""Growing sentences of a decoder: which tokens may follow a prefix, by the span of a deeper block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.subspace import Span
+from gradaudit.models.base import TextModel
+
+_ROWS = 4096
+"""Candidate rows evaluated together: bounds memory, large enough to keep two cores busy."""
+
+
+@torch.no_grad()
+def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidates: Tensor) -> Tensor:
+    """Return the residual of every candidate as the next token of every prefix, [P, C].
+
+    All candidates follow their prefix in one sequence as leaves of a tree: each attends to the prefix and to itself
+    and sits at the same position, so a prefix is run once and not once a candidate.
+
+    Args:
+        model: a decoder.
+        span: the span of the block whose inputs are tested (block 1 or deeper).
+        prefixes: [P, t] token ids, t may be 0.
+        candidates: [C] token ids.
+    """
+    leaves = max(1, min(len(candidates), 256))
+    per_run = max(1, _ROWS // (prefixes.shape[1] + leaves))
+    columns = []
+    for part in torch.split(candidates, leaves):
+        rows = [_leaves(model, span, some, part) for some in torch.split(prefixes, per_run)]
+        columns.append(torch.cat(rows))
+    return torch.cat(columns, 1)
+
+
+def _leaves(model: TextModel, span: Span, prefixes: Tensor, candidates: Tensor) -> Tensor:
+    count, done = prefixes.shape
+    ids = torch.cat([prefixes, candidates.expand(count, -1)], 1)
+    slot = torch.arange(ids.shape[1], device=ids.device)
+    positions = slot.clamp_max(done).expand_as(ids)
+    allowed = (slot[:, None] >= slot[None]) & (slot[None] < done) | (slot[:, None] == slot[None])
+    inputs = model.attention_inputs(span.layer, ids, positions, allowed.expand(count, -1, -1))
+    return span.residual(inputs[:, done:])
+
+
+@torch.no_grad()
+def prefix_residuals(model: TextModel, span: Span, sentence: list[int]) -> Tensor:
+    """Return the residual of every position of one sentence in a span, [T]: one causal run tests every prefix."""
+    device = span.basis.device
+    return span.residual(model.attention_inputs(span.layer, torch.tensor([sentence], device=device)))[0]

@@ -1,0 +1,23 @@
+"""What an attacker knows of text before seeing any gradient: the frequent words of English."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from gradaudit.models.base import TextModel
+
+
+def frequent_words() -> list[str]:
+    """Return about 200 frequent English words, most frequent first (public knowledge, shipped with the package)."""
+    text = files("gradaudit.data").joinpath("frequent_words.txt").read_text(encoding="utf8")
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def frequent_tokens(model: TextModel) -> list[int]:
+    """Return the token ids of frequent words that are a single token inside a sentence, most frequent first."""
+    found: list[int] = []
+    for word in frequent_words():
+        ids = model.content(model.encode(f"a {word}")[0])[len(model.content(model.encode("a")[0])) :]
+        if len(ids) == 1 and ids[0] not in found:
+            found.append(ids[0])
+    return found

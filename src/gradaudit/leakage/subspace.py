@@ -1,0 +1,245 @@
+"""Row spaces of attention gradients: rank, span, and who lies in it.
+
+The gradient of y = W x over a batch is D^T X: its rows are combinations of the inputs x of the batch's tokens. So
+the inputs' span can be read from the gradient, and a token whose input lies outside it was not in the batch.
+
+Notation: W is [out, d]; b real tokens; X [b, d] their inputs; R [d, r] an orthonormal basis of the row space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.models.base import FirstInputs, TextModel
+from gradaudit.types import Observation
+
+
+@dataclass(frozen=True)
+class Span:
+    """The row space of one block's stacked attention gradients.
+
+    Args:
+        basis: [d, r] orthonormal columns, float64.
+        values: singular values, largest first.
+        rank: r.
+        confidence: ratio of the singular values on both sides of the cut (1: no gap, the rank is a guess).
+        layer: block.
+        roles: roles that were stacked.
+    """
+
+    basis: Tensor
+    values: Tensor
+    rank: int
+    confidence: float
+    layer: int
+    roles: tuple[str, ...]
+
+    def residual(self, rows: Tensor) -> Tensor:
+        """Return the distance of each unit-normed row from the span, 0 (inside) to 1 (orthogonal).
+
+        Args:
+            rows: [..., d]; computed in the rows' own dtype, so float32 rows have a floor near 1e-6.
+        """
+        basis = self.basis.to(rows.dtype)
+        unit = torch.nn.functional.normalize(rows, dim=-1)
+        distance: Tensor = torch.linalg.vector_norm(unit - (unit @ basis) @ basis.T, dim=-1)
+        return distance
+
+
+def stack(
+    seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v")
+) -> tuple[Tensor | None, tuple[str, ...]]:
+    """Return the block's gradients that share an input, each scaled to unit norm, stacked to [out, d] in float64.
+
+    Q, K and V have the same input rows. Never one alone where more were shared: a causal first token has no query
+    gradient, keys lose one direction a sequence (softmax ignores a shift).
+
+    Returns:
+        The stack (None when nothing of it was seen) and the roles that are in it. All-zero gradients are left out.
+    """
+    parts, used = [], []
+    for role in roles:
+        found = [g.detach().double() for g in seen.role(layer, role)]
+        found = [g / g.norm() for g in found if float(g.norm()) > 0]
+        if found:
+            parts += found
+            used.append(role)
+    return (torch.cat(parts) if parts else None), tuple(used)
+
+
+def gap_rank(values: Tensor, precision: float) -> tuple[int, float]:
+    """Return the numerical rank by the widest gap of the spectrum, and that gap's ratio.
+
+    Only cuts whose next value is at the rounding level count: a gap between two true directions is no cut. With no
+    value at that level (noise, or as many tokens as the width) the widest gap of all is taken, if it is a gap.
+
+    Args:
+        values: singular values, largest first, not all zero.
+        precision: rounding level of what made the gradient, relative to the largest value (float32: 1.2e-7).
+
+    Returns:
+        rank, and the ratio of the values on both sides of the cut; (all, 1.0) when there is no gap.
+    """
+    values = values.double()
+    if len(values) == 0 or float(values[0]) == 0.0:
+        return 0, 1.0
+    relative = (values / values[0]).clamp_min(precision * 1e-6)
+    if len(values) == 1:
+        return 1, 1.0
+    ratio = relative[:-1] / relative[1:]
+    at_rounding = relative[1:] < 32 * precision
+    if bool(at_rounding.any()):
+        cut = int(torch.where(at_rounding, ratio, torch.zeros_like(ratio)).argmax())
+        return cut + 1, float(ratio[cut])
+    cut = int(ratio.argmax())
+    if float(ratio[cut]) < 10:
+        return len(values), 1.0
+    return cut + 1, float(ratio[cut])
+
+
+def tolerance_rank(values: Tensor, shape: tuple[int, ...], keep_below: int) -> tuple[int, float]:
+    """Return the rank by DAGER's fixed rule: values above largest x size x float32 epsilon, at most `keep_below`.
+
+    Args:
+        values: singular values, largest first.
+        shape: of the matrix.
+        keep_below: the cap (the paper: d - 20).
+    """
+    if len(values) == 0:
+        return 0, 1.0
+    tolerance = float(values[0]) * max(shape) * torch.finfo(torch.float32).eps
+    rank = min(int((values > tolerance).sum()), keep_below)
+    following = float(values[rank]) if rank < len(values) else 0.0
+    return rank, float(values[rank - 1]) / following if rank and following else float("inf")
+
+
+def span(
+    seen: Observation,
+    layer: int,
+    roles: Sequence[str] = ("q", "k", "v"),
+    fixed_rank: bool = False,
+) -> Span | None:
+    """Return the row space of a block's attention gradients, or None when none of them were seen.
+
+    Args:
+        seen: the observation.
+        layer: block.
+        roles: which of q, k, v to stack; those not shared are passed over.
+        fixed_rank: DAGER's fixed tolerance in place of the spectral gap.
+    """
+    stacked, used = stack(seen, layer, roles)
+    if stacked is None:
+        return None
+    _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
+    if fixed_rank:
+        rank, confidence = tolerance_rank(values, tuple(stacked.shape), stacked.shape[1] - 20)
+    else:
+        dtype = next(iter(seen.tensors.values())).dtype
+        rank, confidence = gap_rank(values, torch.finfo(dtype).eps)
+    return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, used)
+
+
+def cut_by_gap(residuals: Tensor, low: float, high: float) -> float:
+    """Return the threshold in the widest logarithmic gap of the residuals between `low` and `high`.
+
+    Residuals of true rows sit at rounding level times the conditioning of the span, those of wrong rows near the
+    distance of unrelated vectors; the gap between the two moves with the batch, which is why no fixed tolerance works.
+
+    Args:
+        residuals: [n] residuals of candidates, true and wrong mixed; there may be none of either.
+        low: no threshold below this (rounding).
+        high: no threshold above this (a wrong row could pass).
+    """
+    inside = residuals[(residuals > low) & (residuals < high)].double().sort().values
+    edges = torch.cat([inside.new_tensor([low]), inside, inside.new_tensor([high])]).log()
+    widest = int((edges[1:] - edges[:-1]).argmax())
+    return float(((edges[widest] + edges[widest + 1]) / 2).exp())
+
+
+class VocabularyCheck:
+    """Distance of every vocabulary token, at any position, from block 0's span.
+
+    With x = weight * (w + p) / s + bias, both |x|^2 and |R^T x|^2 split into products of words and of positions that
+    are computed once, so a position costs O(V r) instead of O(V d). The split loses half the digits: it only sorts
+    out, and `residuals` measures what is left anew, from the model itself.
+
+    Args:
+        parts: the model's block-0 inputs in parts.
+        span: block 0's span.
+    """
+
+    def __init__(self, parts: FirstInputs, span: Span) -> None:
+        basis = span.basis.to(parts.words.dtype)
+        words, positions = parts.words, parts.positions
+        if parts.centered:
+            words = words - words.mean(1, keepdim=True)
+            positions = positions - positions.mean(1, keepdim=True)
+        scaled = parts.weight * positions
+        self._parts, self._positions, self._scaled = parts, positions, scaled
+        self._words = words
+        self._word_square = words.square().sum(1)
+        squared = parts.weight.square()
+        self._scaled_square = words.square() @ squared
+        self._word_bias = words @ (parts.weight * parts.bias)
+        self._word_basis = words @ (parts.weight[:, None] * basis)
+        self._position_basis = scaled @ basis
+        self._bias_basis = parts.bias @ basis
+        self._bias_square = parts.bias.square().sum()
+        # two [V, d] x [d, 1] products a position; done together they are one pass over the vocabulary
+        self._pair = torch.stack([positions, positions * squared], 2)
+
+    @torch.no_grad()
+    def rough(self, position: int) -> Tensor:
+        """Return [V] residuals at one position, good to about 1e-3."""
+        p = position if len(self._positions) > 1 else 0
+        plain, weighted = (self._words @ self._pair[p]).unbind(1)
+        width = self._words.shape[1]
+        mean_square = (self._word_square + 2 * plain + self._positions[p].square().sum()) / width
+        inverse = (mean_square + self._parts.eps).rsqrt()
+        along = torch.addcmul(self._bias_basis, self._word_basis + self._position_basis[p], inverse[:, None])
+        square = inverse.square() * (self._scaled_square + 2 * weighted + self._scaled[p].square().sum())
+        square = square + 2 * inverse * (self._word_bias + (self._scaled[p] * self._parts.bias).sum())
+        square = square + self._bias_square
+        inside = torch.linalg.vecdot(along, along)
+        tiny = torch.finfo(square.dtype).tiny
+        residual: Tensor = ((square - inside).clamp_min(0) / square.clamp_min(tiny)).sqrt()
+        return residual
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens whose block-0 input lies near the span at one position.
+
+    Args:
+        ids: [n] token ids, nearest first.
+        residuals: [n] their residuals.
+    """
+
+    ids: Tensor
+    residuals: Tensor
+
+    def below(self, threshold: float) -> Candidates:
+        """Return those with a residual below the threshold."""
+        keep = self.residuals < threshold
+        return Candidates(self.ids[keep], self.residuals[keep])
+
+
+def near_tokens(model: TextModel, check: VocabularyCheck, span: Span, position: int, within: float) -> Candidates:
+    """Return the tokens whose residual at one position is below `within`, measured on the model itself.
+
+    Args:
+        model: the model.
+        check: the vocabulary check of the same span.
+        span: block 0's span.
+        position: 0-based.
+        within: the largest residual of interest; at most 0.1, where the rough check is still sharp.
+    """
+    rough = check.rough(position)
+    ids = torch.where(rough < within + 0.02)[0]
+    residuals = span.residual(model.first_inputs(position, ids))
+    order = residuals.argsort(stable=True)
+    return Candidates(ids[order], residuals[order]).below(within)

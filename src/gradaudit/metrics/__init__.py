@@ -1,0 +1,1 @@
+"""Metrics: functions on pairs that were aligned once, one to one."""

@@ -1,0 +1,56 @@
+"""Means over batches with bootstrap intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from gradaudit.record import SCORES, Interval, Record, Summary
+
+
+def interval(values: Sequence[float | None]) -> Interval:
+    """Return the mean over batches with its 95% percentile bootstrap interval and the highest value.
+
+    Args:
+        values: one score a batch; None where it is undefined for the batch (left out, and n says how many are in).
+    """
+    known = np.array([v for v in values if v is not None], dtype=float)
+    if len(known) == 0:
+        return Interval(mean=None, n=0)
+    mean, worst = float(known.mean()), float(known.max())
+    if len(known) == 1:
+        return Interval(mean=mean, worst=worst, n=1)
+    if np.ptp(known) == 0:  # the bootstrap of a constant is that constant; scipy warns instead of saying so
+        return Interval(mean=mean, low=mean, high=mean, worst=worst, n=len(known))
+    found = bootstrap(
+        (known,), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(0)
+    ).confidence_interval
+    return Interval(mean=mean, low=float(found.low), high=float(found.high), worst=worst, n=len(known))
+
+
+def summarize(records: Sequence[Record]) -> list[Summary]:
+    """Return one summary a setting and attack, in the order they first occur; failed batches are in every mean as 0."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.setting, record.attack), []).append(record)
+    out = []
+    for (setting, attack), rows in groups.items():
+        sensitive = interval([r.sensitive for r in rows])
+        flags = {flag for r in rows for flag in r.flags} | ({"few-batches"} if len(rows) < 10 else set())
+        out.append(
+            Summary(
+                case=rows[0].case,
+                setting=setting,
+                attack=attack,
+                n=len(rows),
+                failed=sum(r.error is not None for r in rows),
+                scores={name: interval([r.scores.get(name) for r in rows]) for name in SCORES},
+                baseline={name: interval([r.baseline.get(name) for r in rows]) for name in SCORES},
+                sensitive=sensitive if sensitive.n else None,
+                seconds=float(np.median([r.seconds for r in rows])),
+                flags=tuple(sorted(flags)),
+            )
+        )
+    return out

@@ -1,0 +1,1 @@
+"""Models as pure functions by parameter name, with the roles of their matrices."""

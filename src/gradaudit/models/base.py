@@ -1,0 +1,225 @@
+"""What a model is to this program: its parameters, its roles, and pure functions of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradaudit.types import Task
+
+ROLES = ("q", "k", "v", "o", "f", "p")
+"""Matrices of a block: query, key, value, attention output, feed-forward in (gate and up) and out (projection)."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A named window onto one parameter: the [out, in] matrix of a role, or a whole parameter.
+
+    A role is a view and not a parameter: GPT-2's q, k and v are thirds of one transposed matrix.
+
+    Args:
+        name: "0.q", "3.f.gate", or the parameter's own name.
+        parameter: the parameter it looks at.
+        rows: the slice along the output axis, after transposing; None for all.
+        transpose: True when the parameter is stored [in, out].
+    """
+
+    name: str
+    parameter: str
+    rows: tuple[int, int] | None = None
+    transpose: bool = False
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the window's part of the parameter (or of its gradient)."""
+        seen = tensor.T if self.transpose else tensor
+        return seen if self.rows is None else seen[self.rows[0] : self.rows[1]]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to get exactly this model again, and how to name it in every output.
+
+    Args:
+        name: what the user wrote: an embedded name, hub id, folder, or "random:SHAPE".
+        task: "classification" or "causal-lm".
+        labels: number of classes (classification).
+        seed: seed of what is random in it: the fresh classification head, or all weights of a random one.
+        layers: keep only the first blocks; None keeps all.
+        random_weights: True when no weight is trained; said wherever the model is named.
+    """
+
+    name: str
+    task: Task = "classification"
+    labels: int = 2
+    seed: int = 0
+    layers: int | None = None
+    random_weights: bool = False
+
+    @property
+    def title(self) -> str:
+        """The name shown to people."""
+        depth = f", first {self.layers} blocks" if self.layers is not None else ""
+        return self.name + depth + (" (random weights)" if self.random_weights else "")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The ids that carry no text and never score, and the frame the tokenizer puts around a sentence."""
+
+    ids: frozenset[int]
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    pad: int
+
+
+@dataclass(frozen=True)
+class FirstInputs:
+    """Block 0's inputs in parts: x(t, p) = weight * normalize(words[t] + positions[p]) + bias.
+
+    Written apart, the whole vocabulary at every position costs one matrix product instead of one a position.
+
+    Args:
+        words: [V, d], token type included.
+        positions: [P, d] by 0-based position; one row of zeros for rotary models.
+        weight: [d] scale of the normalization.
+        bias: [d] shift, zeros for RMS norms.
+        eps: the normalization's.
+        centered: True for LayerNorm (the mean is taken off), False for RMS norm.
+    """
+
+    words: Tensor
+    positions: Tensor
+    weight: Tensor
+    bias: Tensor
+    eps: float
+    centered: bool
+
+
+class TextModel(ABC):
+    """A text model as pure functions of its parameters; implemented for transformers in `models.transformers`.
+
+    Every function takes `params` by name (the model's own when None), so that attacks and local training never
+    write into the module. Positions count from 0 for every family.
+    """
+
+    spec: ModelSpec
+    special: SpecialTokens
+    causal: bool
+    """True for decoders: a token sees only those before it."""
+    absolute_positions: bool
+    """True when block 0's input depends on the position (BERT, GPT-2), False for relative ones (RoPE)."""
+    width: int
+    """d, the width of the residual stream: the most tokens a span can tell apart."""
+    depth: int
+    vocabulary_size: int
+    max_length: int
+    first_position_row: int
+    """Row of the position table that position 0 uses (RoBERTa and MPNet start at 2)."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, Tensor]:
+        """Return every parameter by name (shared, not copied; never write into them)."""
+
+    @abstractmethod
+    def views(self, layer: int, role: str) -> list[View]:
+        """Return the views of one role of one block: one, or two for gated feed-forwards ("f")."""
+
+    @abstractmethod
+    def group(self, name: str) -> list[str]:
+        """Return the parameter names of a group: "embeddings" (word and position), "word", "position", "head"."""
+
+    @abstractmethod
+    def logits(
+        self,
+        *,
+        ids: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        mask: Tensor,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return [B, classes] (classification) or [B, T, V] (causal-lm) logits.
+
+        Args:
+            ids: [B, T] token ids, or
+            embeddings: [B, T, d] word vectors in their place.
+            mask: [B, T], 1 where a token is real; padding on the right.
+            params: parameters to use in place of the model's own.
+        """
+
+    @abstractmethod
+    def loss(
+        self,
+        *,
+        ids: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        mask: Tensor,
+        labels: Tensor,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """Return the mean cross-entropy the client trains with.
+
+        Args:
+            labels: [B] classes or [B, C] distributions (classification); [B, T] ids or [B, T, V] distributions
+                (causal-lm), of which position t is predicted from position t - 1 and the first one is not used.
+        """
+
+    @abstractmethod
+    def word_vectors(self) -> Tensor:
+        """Return the [V, d] word embedding table."""
+
+    @abstractmethod
+    def first_inputs(self, position: int, ids: Tensor | None = None) -> Tensor:
+        """Return what enters q, k, v of block 0 for each token at one position, [n, d].
+
+        Args:
+            position: 0-based position of the token.
+            ids: [n] token ids; the whole vocabulary when None.
+        """
+
+    @abstractmethod
+    def first_input_parts(self) -> FirstInputs:
+        """Return the parts that `first_inputs` is made of."""
+
+    @abstractmethod
+    def attention_inputs(
+        self,
+        layer: int,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
+        """Return what enters q, k, v of block `layer`, [B, T, d], running only the blocks before it.
+
+        Args:
+            layer: 0-based block.
+            ids: [B, T] token ids, no padding unless `allowed` hides it.
+            positions: [B, T] positions; 0, 1, 2, ... when None.
+            allowed: [B, T, T] bool, True where row t may attend to column s; the family's own pattern when None.
+        """
+
+    @abstractmethod
+    def encode(self, text: str) -> tuple[list[int], bool]:
+        """Return a text's token ids with special tokens, cut to the longest the model takes, and whether it was cut."""
+
+    @abstractmethod
+    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        """Return the text of token ids, special tokens left out."""
+
+    @abstractmethod
+    def content(self, ids: list[int] | tuple[int, ...]) -> list[int]:
+        """Return the ids that carry text: special tokens left out (an unknown-word token is text)."""
+
+    @abstractmethod
+    def pieces(self, ids: list[int] | tuple[int, ...]) -> list[str]:
+        """Return one readable string a token, for the report's word marks."""
+
+    @abstractmethod
+    def is_training(self) -> bool:
+        """Return whether the module is in training mode (it never is between calls)."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return the sha256 of all weights, which names the model a bundle was made with."""

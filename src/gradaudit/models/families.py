@@ -1,0 +1,287 @@
+"""One small class a family: where its roles lie, and how to run its first blocks.
+
+The blocks themselves are transformers' own modules; nothing of a model is written again here. To add a family,
+add a class with the same attributes and list it in `FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaudit.models.base import FirstInputs, View
+
+
+class Family(ABC):
+    """Role table and block access of one transformers architecture.
+
+    Args:
+        module: the transformers model, with its task head.
+    """
+
+    causal: bool
+    absolute_positions: bool = True
+    base: str
+    """Attribute of the module that holds the model without its head."""
+    block_path: str
+    """Parameter prefix of block i, with {} for i."""
+    word: str
+    position: str | None
+    head: tuple[str, ...]
+    """Prefixes of the parameters outside the base that are the task head."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.config = module.config
+        self.core = getattr(module, self.base)
+
+    @property
+    @abstractmethod
+    def blocks(self) -> nn.ModuleList:
+        """The transformer blocks in order."""
+
+    @abstractmethod
+    def views(self, layer: int, role: str) -> list[View]:
+        """Return the views of a role (see `TextModel.views`)."""
+
+    @abstractmethod
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return what enters block 0 for [B, T] ids at 0-based [B, T] positions, without dropout."""
+
+    @abstractmethod
+    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """Run one block on [B, T, d] with an additive [B, 1, T, T] mask."""
+
+    @abstractmethod
+    def first_input_parts(self, longest: int) -> FirstInputs:
+        """Return the parts of block 0's inputs for positions 0 to longest - 1."""
+
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        """Return what enters q, k, v of a block from what enters the block (pre-norm families normalize)."""
+        return hidden
+
+    def position_ids(self, positions: Tensor) -> Tensor:
+        """Return the family's own position ids for 0-based positions."""
+        return positions
+
+    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Return classification logits from the last hidden states [B, T, d]."""
+        last = mask.long().sum(1) - 1  # right padding: the last real token is the pooled one
+        rows = torch.arange(len(hidden), device=hidden.device)
+        logits: Tensor = self.module.score(hidden[rows, last])
+        return logits
+
+    def _matrix(self, layer: int, role: str, path: str, part: str = "", **where: Any) -> View:
+        name = f"{layer}.{role}" + (f".{part}" if part else "")
+        return View(name, f"{self.block_path.format(layer)}.{path}.weight", **where)
+
+
+class _Encoder(Family):
+    """What BERT, RoBERTa and MPNet share: post-norm blocks and an embedding module that takes position ids."""
+
+    causal = False
+    roles: dict[str, str]
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.core.encoder.layer
+        return layers
+
+    def views(self, layer: int, role: str) -> list[View]:
+        return [self._matrix(layer, role, self.roles[role])]
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = self.core.embeddings(input_ids=ids, position_ids=self.position_ids(positions))
+        return out
+
+    def first_input_parts(self, longest: int) -> FirstInputs:
+        table = self.core.embeddings
+        words = table.word_embeddings.weight
+        if hasattr(table, "token_type_embeddings"):
+            words = words + table.token_type_embeddings.weight[0]
+        rows = self.position_ids(torch.arange(longest, device=words.device))
+        norm = table.LayerNorm
+        return FirstInputs(words, table.position_embeddings.weight[rows], norm.weight, norm.bias, norm.eps, True)
+
+    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        out = self.blocks[layer](hidden, mask)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+
+class Bert(_Encoder):
+    """BERT: absolute positions, dropout after the embedding LayerNorm, tanh pooler on [CLS]."""
+
+    base = "bert"
+    block_path = "bert.encoder.layer.{}"
+    word = "bert.embeddings.word_embeddings.weight"
+    position = "bert.embeddings.position_embeddings.weight"
+    head = ("classifier.",)
+    roles = {  # noqa: RUF012 - read-only table
+        "q": "attention.self.query",
+        "k": "attention.self.key",
+        "v": "attention.self.value",
+        "o": "attention.output.dense",
+        "f": "intermediate.dense",
+        "p": "output.dense",
+    }
+
+    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        pooled = self.module.dropout(self.core.pooler(hidden))
+        logits: Tensor = self.module.classifier(pooled)
+        return logits
+
+
+class Roberta(Bert):
+    """RoBERTa: BERT's blocks, positions that start after the padding id, a two-layer head."""
+
+    base = "roberta"
+    block_path = "roberta.encoder.layer.{}"
+    word = "roberta.embeddings.word_embeddings.weight"
+    position = "roberta.embeddings.position_embeddings.weight"
+
+    def position_ids(self, positions: Tensor) -> Tensor:
+        return positions + int(self.core.embeddings.padding_idx) + 1
+
+    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        logits: Tensor = self.module.classifier(hidden)
+        return logits
+
+
+class MPNet(_Encoder):
+    """MPNet: absolute positions and a relative attention bias shared by all blocks."""
+
+    base = "mpnet"
+    block_path = "mpnet.encoder.layer.{}"
+    word = "mpnet.embeddings.word_embeddings.weight"
+    position = "mpnet.embeddings.position_embeddings.weight"
+    head = ("classifier.",)
+    roles = {  # noqa: RUF012 - read-only table
+        "q": "attention.attn.q",
+        "k": "attention.attn.k",
+        "v": "attention.attn.v",
+        "o": "attention.attn.o",
+        "f": "intermediate.dense",
+        "p": "output.dense",
+    }
+
+    def position_ids(self, positions: Tensor) -> Tensor:
+        return positions + int(self.core.embeddings.padding_idx) + 1
+
+    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        bias = self.core.encoder.compute_position_bias(hidden)
+        out: Tensor = self.blocks[layer](hidden, mask, bias)[0]
+        return out
+
+    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        logits: Tensor = self.module.classifier(hidden)
+        return logits
+
+
+class GPT2(Family):
+    """GPT-2: absolute positions, dropout before the LayerNorm; q, k, v are thirds of one [in, 3 out] matrix."""
+
+    causal = True
+    base = "transformer"
+    block_path = "transformer.h.{}"
+    word = "transformer.wte.weight"
+    position = "transformer.wpe.weight"
+    head = ("score.", "lm_head.")
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.core.h
+        return layers
+
+    def views(self, layer: int, role: str) -> list[View]:
+        d = int(self.config.hidden_size)
+        if role in "qkv":
+            start = "qkv".index(role) * d
+            return [self._matrix(layer, role, "attn.c_attn", rows=(start, start + d), transpose=True)]
+        path = {"o": "attn.c_proj", "f": "mlp.c_fc", "p": "mlp.c_proj"}[role]
+        return [self._matrix(layer, role, path, transpose=True)]
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = self.core.wte(ids) + self.core.wpe(positions)
+        return out
+
+    def first_input_parts(self, longest: int) -> FirstInputs:
+        norm: Any = self.blocks[0].ln_1
+        positions = self.core.wpe.weight[:longest]
+        return FirstInputs(self.core.wte.weight, positions, norm.weight, norm.bias, norm.eps, True)
+
+    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        out = self.blocks[layer](hidden, None, mask)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        norm: Any = self.blocks[layer].ln_1
+        out: Tensor = norm(hidden)
+        return out
+
+
+class Llama(Family):
+    """Llama: rotary positions, grouped keys and values, gated feed-forward (gate and up are both "f")."""
+
+    causal = True
+    absolute_positions = False
+    base = "model"
+    block_path = "model.layers.{}"
+    word = "model.embed_tokens.weight"
+    position = None
+    head = ("score.", "lm_head.")
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        layers: nn.ModuleList = self.core.layers
+        return layers
+
+    def views(self, layer: int, role: str) -> list[View]:
+        if role == "f":
+            return [
+                self._matrix(layer, role, "mlp.gate_proj", "gate"),
+                self._matrix(layer, role, "mlp.up_proj", "up"),
+            ]
+        path = {
+            "q": "self_attn.q_proj",
+            "k": "self_attn.k_proj",
+            "v": "self_attn.v_proj",
+            "o": "self_attn.o_proj",
+            "p": "mlp.down_proj",
+        }[role]
+        return [self._matrix(layer, role, path)]
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        out: Tensor = self.core.embed_tokens(ids)
+        return out
+
+    def first_input_parts(self, longest: int) -> FirstInputs:
+        words: Tensor = self.core.embed_tokens.weight
+        norm: Any = self.blocks[0].input_layernorm
+        zero = torch.zeros_like(words[:1])
+        return FirstInputs(words, zero, norm.weight, zero[0], norm.variance_epsilon, False)
+
+    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        rotary = self.core.rotary_emb(hidden, position_ids=positions)
+        out = self.blocks[layer](hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        first: Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        norm: Any = self.blocks[layer].input_layernorm
+        out: Tensor = norm(hidden)
+        return out
+
+
+FAMILIES: dict[str, type[Family]] = {
+    "bert": Bert,
+    "roberta": Roberta,
+    "mpnet": MPNet,
+    "gpt2": GPT2,
+    "llama": Llama,
+}
+"""By transformers' `model_type`."""

@@ -1,0 +1,270 @@
+"""A transformers model as a `TextModel`: pure functions by parameter name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
+from gradaudit.models.base import ROLES, FirstInputs, ModelSpec, SpecialTokens, TextModel, View
+from gradaudit.models.families import FAMILIES, Family
+
+
+class _Program(nn.Module):
+    """The computations we need, as one module, so that `functional_call` can put parameters into any of them."""
+
+    def __init__(self, module: nn.Module, family: Family, task: str) -> None:
+        super().__init__()
+        self.module: Any = module
+        self.family = family
+        self.task = task
+
+    def forward(self, ids: Tensor | None, embeddings: Tensor | None, mask: Tensor) -> Tensor:
+        family = self.family
+        given = ids if ids is not None else embeddings
+        assert given is not None
+        length = given.shape[1]
+        positions = torch.arange(length, device=given.device).expand(given.shape[0], length)
+        allowed = additive(self._allowed(mask), self._dtype())
+        word = {"input_ids": ids} if ids is not None else {"inputs_embeds": embeddings}
+        if family.causal:
+            word["use_cache"] = False  # type: ignore[assignment]
+        out = family.core(attention_mask=allowed, position_ids=family.position_ids(positions), **word)
+        hidden = out.last_hidden_state
+        if self.task == "classification":
+            return family.classify(hidden, mask)
+        logits: Tensor = self.module.lm_head(hidden)
+        return logits
+
+    def _allowed(self, mask: Tensor) -> Tensor:
+        real = mask.bool()
+        if not self.family.causal:
+            return real[:, None, :].expand(-1, mask.shape[1], -1)
+        steps = torch.arange(mask.shape[1], device=mask.device)
+        before = steps[:, None] >= steps[None, :]
+        # padding sees itself, so that no row of the softmax is empty
+        return (real[:, None, :] & before) | (steps[:, None] == steps[None, :])
+
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = next(self.module.parameters()).dtype
+        return dtype
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive [B, 1, T, T] mask of a bool [B, T, T] one."""
+    zero = torch.zeros((), dtype=dtype, device=allowed.device)
+    return torch.where(allowed, zero, torch.full_like(zero, torch.finfo(dtype).min))[:, None]
+
+
+class TransformersModel(TextModel):
+    """BERT, RoBERTa, MPNet, GPT-2 and Llama from transformers, for classification or causal language modeling.
+
+    Args:
+        module: the transformers model, in evaluation mode, with eager attention (others have no double backward
+            on the CPU).
+        tokenizer: its tokenizer.
+        spec: how it was made.
+
+    Raises:
+        NotSupportedError: for an architecture without a role table.
+    """
+
+    def __init__(self, module: Any, tokenizer: Any, spec: ModelSpec) -> None:
+        kind = module.config.model_type
+        if kind not in FAMILIES:
+            raise NotSupportedError(
+                f"model '{spec.name}' is of type '{kind}'; supported: {', '.join(sorted(FAMILIES))}"
+            )
+        self.spec = spec
+        self.module = module.eval()
+        self.tokenizer = tokenizer
+        self.family = FAMILIES[kind](module)
+        self._program = _Program(module, self.family, spec.task)
+        config = module.config
+        self.causal = self.family.causal
+        self.absolute_positions = self.family.absolute_positions
+        self.width = int(config.hidden_size)
+        self.depth = len(self.family.blocks)
+        self.vocabulary_size = int(config.vocab_size)
+        probe = torch.zeros(1, dtype=torch.long)
+        self.first_position_row = int(self.family.position_ids(probe)[0])
+        self.max_length = int(config.max_position_embeddings) - self.first_position_row
+        self.special = self._special_tokens()
+        self._parameters = dict(module.named_parameters())
+        self._fingerprint: str | None = None
+
+    # parameters and roles
+
+    def parameters(self) -> dict[str, Tensor]:
+        return dict(self._parameters)
+
+    def views(self, layer: int, role: str) -> list[View]:
+        if role not in ROLES:
+            raise unknown_name("role", role, ROLES)
+        if not 0 <= layer < self.depth:
+            raise BadInputError(f"layer {layer} is not there: {self.spec.name} has blocks 0 to {self.depth - 1}")
+        return self.family.views(layer, role)
+
+    def group(self, name: str) -> list[str]:
+        table = [self.family.word] if self.family.position is None else [self.family.word, self.family.position]
+        groups = {
+            "embeddings": table,
+            "word": [self.family.word],
+            "position": table[1:],
+            "head": [n for n in self._parameters if n.startswith(self.family.head)],
+        }
+        if name not in groups:
+            raise unknown_name("parameter group", name, groups)
+        return [n for n in groups[name] if n in self._parameters]
+
+    # pure functions
+
+    def logits(
+        self,
+        *,
+        ids: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        mask: Tensor,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        if params is None:
+            out: Tensor = self._program(ids, embeddings, mask)
+            return out
+        inside = {f"module.{name}": value for name, value in params.items()}
+        return functional_call(self._program, inside, (ids, embeddings, mask))  # type: ignore[no-any-return]
+
+    def loss(
+        self,
+        *,
+        ids: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        mask: Tensor,
+        labels: Tensor,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        logits = self.logits(ids=ids, embeddings=embeddings, mask=mask, params=params)
+        if self.spec.task == "classification":
+            return F.cross_entropy(logits, labels)
+        real = mask[:, 1:].to(logits.dtype)
+        targets = labels[:, 1:].flatten(0, 1)
+        each = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
+        mean: Tensor = (each * real.flatten()).sum() / real.sum()
+        return mean
+
+    def word_vectors(self) -> Tensor:
+        return self._parameters[self.family.word].detach()
+
+    @torch.no_grad()
+    def first_inputs(self, position: int, ids: Tensor | None = None) -> Tensor:
+        if ids is None:
+            ids = torch.arange(self.vocabulary_size, device=self.device)
+        with self._evaluating():
+            hidden = self.family.embed(ids[:, None], torch.full_like(ids, position)[:, None])
+            return self.family.norm(0, hidden)[:, 0]
+
+    @torch.no_grad()
+    def first_input_parts(self) -> FirstInputs:
+        return self.family.first_input_parts(self.max_length)
+
+    @torch.no_grad()
+    def attention_inputs(
+        self, layer: int, ids: Tensor, positions: Tensor | None = None, allowed: Tensor | None = None
+    ) -> Tensor:
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        if allowed is None:
+            allowed = self._program._allowed(torch.ones_like(ids))
+        mask = additive(allowed, self._program._dtype())
+        with self._evaluating():
+            hidden = self.family.embed(ids, positions)
+            for block in range(layer):
+                hidden = self.family.run_block(block, hidden, mask, positions)
+            return self.family.norm(layer, hidden)
+
+    # text
+
+    def encode(self, text: str) -> tuple[list[int], bool]:
+        ids: list[int] = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        if len(ids) <= self.max_length:
+            return ids, False
+        suffix = list(self.special.suffix)
+        return ids[: self.max_length - len(suffix)] + suffix, True
+
+    def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        text: str = self.tokenizer.decode(self.content(ids))
+        return text.strip()
+
+    def content(self, ids: list[int] | tuple[int, ...]) -> list[int]:
+        return [i for i in ids if i not in self.special.ids]
+
+    def pieces(self, ids: list[int] | tuple[int, ...]) -> list[str]:
+        return [self.tokenizer.decode([i]) for i in ids]
+
+    # bookkeeping
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.module.parameters()).device  # type: ignore[no-any-return]
+
+    def is_training(self) -> bool:
+        return bool(self.module.training)
+
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            self._fingerprint = self.fingerprint_of(self._parameters)
+        return self._fingerprint
+
+    @staticmethod
+    def fingerprint_of(weights: Mapping[str, Tensor]) -> str:
+        """Return the sha256 of weights by parameter name."""
+        digest = hashlib.sha256()
+        for name, value in sorted(weights.items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @contextmanager
+    def training_mode(self) -> Iterator[None]:
+        """Turn dropout on inside the block, at the rates the model is configured with."""
+        self.module.train()
+        try:
+            yield
+        finally:
+            self.module.eval()
+
+    def dropout_rate(self) -> float:
+        """Return the largest dropout rate the model is configured with (0.0: training mode changes nothing)."""
+        rates = [m.p for m in self.module.modules() if isinstance(m, nn.Dropout)]
+        named = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+        rates += [float(getattr(self.module.config, n, 0.0) or 0.0) for n in named]
+        return max(rates, default=0.0)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was = self.module.training
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self.module.train(was)
+
+    def _special_tokens(self) -> SpecialTokens:
+        tok = self.tokenizer
+        ids = {i for i in tok.all_special_ids if i != tok.unk_token_id}
+        # GPT-2 has one token for beginning, end and unknown: it never occurs in a text, so it is special there
+        ids |= {i for i in (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id) if i is not None}
+        framed = tok("a", verbose=False)["input_ids"]
+        plain = tok("a", add_special_tokens=False, verbose=False)["input_ids"]
+        at = next((i for i in range(len(framed)) if framed[i : i + len(plain)] == plain), 0)
+        pad = tok.pad_token_id if tok.pad_token_id is not None else (tok.eos_token_id or 0)
+        return SpecialTokens(
+            frozenset(int(i) for i in ids), tuple(framed[:at]), tuple(framed[at + len(plain) :]), int(pad)
+        )

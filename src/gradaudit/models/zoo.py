@@ -1,0 +1,245 @@
+"""Names a user may write for a model, and how each becomes a `TransformersModel`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
+from gradaudit.models import packages
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.families import FAMILIES
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.streams import global_stream, stream
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A model with real weights that comes from a package."""
+
+    folder: Callable[[], Path]
+    about: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An architecture without trained weights, by the numbers of its configuration."""
+
+    model_type: str
+    about: str
+    config: dict[str, Any]
+
+
+EMBEDDED: dict[str, Embedded] = {
+    "minilm": Embedded(packages.minilm_folder, "MiniLM-L6, BERT architecture, 6 x 384, 22.7M, real weights"),
+    "smollm2": Embedded(
+        packages.smollm2_folder, "SmolLM2-135M, Llama architecture, 30 x 576, real weights (extra: smollm2)"
+    ),
+    "mpnet": Embedded(packages.mpnet_folder, "MPNet, 12 x 768, 110M, real weights (404 MB once)"),
+}
+
+_BERT = {"vocab_size": 30522}
+_ROBERTA = {"vocab_size": 50262, "max_position_embeddings": 514, "type_vocab_size": 1}
+SHAPES: dict[str, Shape] = {
+    "bert-tiny": Shape(
+        "bert",
+        "BERT, 2 x 128",
+        _BERT
+        | {
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 512,
+        },
+    ),
+    "bert-base": Shape("bert", "BERT, 12 x 768", dict(_BERT)),
+    "bert-large": Shape(
+        "bert",
+        "BERT, 24 x 1024",
+        _BERT
+        | {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+    ),
+    "roberta-base": Shape("roberta", "RoBERTa, 12 x 768, GPT-2's vocabulary", dict(_ROBERTA)),
+    "gpt2": Shape("gpt2", "GPT-2, 12 x 768", {"vocab_size": 50257}),
+    "gpt2-large": Shape(
+        "gpt2", "GPT-2 large, 36 x 1280", {"vocab_size": 50257, "n_embd": 1280, "n_layer": 36, "n_head": 20}
+    ),
+    "llama-small": Shape(
+        "llama",
+        "Llama, 8 x 512 with grouped keys, GPT-2's vocabulary",
+        {
+            "vocab_size": 50257,
+            "hidden_size": 512,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "intermediate_size": 1376,
+            "max_position_embeddings": 1024,
+        },
+    ),
+}
+RANDOM = "random:"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' loading bars and its report of the (intended) fresh head out of the user's terminal."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def load_model(spec: ModelSpec, device: torch.device | None = None) -> TransformersModel:
+    """Return the model a spec names: embedded, "random:SHAPE", "random:FOLDER", a local folder, or a hub id.
+
+    A fresh classification head is drawn from the spec's seed, so the same spec gives the same weights everywhere.
+
+    Args:
+        spec: name, task, number of labels, seed, number of blocks.
+        device: where to put the weights; the CPU when None.
+
+    Raises:
+        BadInputError: no such model, or its files cannot be read.
+        NotSupportedError: an architecture without a role table.
+    """
+    with _quiet():
+        return _load(spec, device)
+
+
+def _load(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
+    name = spec.name
+    if name.startswith(RANDOM):
+        module, tokenizer = _random(spec, name.removeprefix(RANDOM))
+        spec = replace(spec, random_weights=True)
+    elif name in EMBEDDED:
+        module, tokenizer = _pretrained(spec, str(EMBEDDED[name].folder()))
+    elif Path(name).is_dir():
+        module, tokenizer = _pretrained(spec, name)
+    elif "/" in name or Path(name).suffix:
+        if Path(name).exists() or name.startswith((".", "/", "~")):
+            raise BadInputError(f"model '{name}' is not a folder with a transformers model in it")
+        module, tokenizer = _pretrained(spec, name)
+    else:
+        raise unknown_name("model", name, [*EMBEDDED, *(RANDOM + shape for shape in SHAPES)])
+    if device is not None:
+        module = module.to(device)
+    return TransformersModel(module, tokenizer, spec)
+
+
+def _settings(spec: ModelSpec, model_type: str) -> dict[str, Any]:
+    extra: dict[str, Any] = {}
+    if spec.task == "classification":
+        extra["num_labels"] = spec.labels
+    if spec.layers is not None:
+        extra["n_layer" if model_type == "gpt2" else "num_hidden_layers"] = spec.layers
+    return extra
+
+
+def _auto(task: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+
+
+def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        _check_family(spec, config.model_type)
+        for key, value in _settings(spec, config.model_type).items():
+            setattr(config, key, value)
+        tokenizer = _with_padding(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
+        config.pad_token_id = tokenizer.pad_token_id
+        with global_stream(stream(spec.seed, "model"), torch.device("cpu")):
+            module = _auto(spec.task).from_pretrained(
+                where, config=config, attn_implementation="eager", use_safetensors=True, dtype=torch.float32
+            )
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).strip().splitlines()
+        raise BadInputError(
+            f"model '{spec.name}' could not be loaded ({said[0] if said else type(error).__name__}); "
+            f"use an embedded name ({', '.join(EMBEDDED)}), a local folder or a reachable hub id"
+        ) from None
+    return module, tokenizer
+
+
+def _random(spec: ModelSpec, shape: str) -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    folder = Path(shape)
+    if folder.is_dir():
+        from transformers import AutoTokenizer
+
+        try:
+            config = AutoConfig.from_pretrained(shape, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(shape, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+            raise BadInputError(f"model '{spec.name}' has no readable config and tokenizer ({error})") from None
+    elif shape in SHAPES:
+        known = SHAPES[shape]
+        config = AutoConfig.for_model(known.model_type, **known.config)
+        tokenizer = _tokenizer_for(known.model_type)
+    else:
+        raise unknown_name("model", spec.name, [*(RANDOM + s for s in SHAPES), *EMBEDDED])
+    _check_family(spec, config.model_type)
+    tokenizer = _with_padding(tokenizer)
+    if config.model_type != "mpnet" and config.model_type != "roberta":
+        config.pad_token_id = tokenizer.pad_token_id
+    for key, value in _settings(spec, config.model_type).items():
+        setattr(config, key, value)
+    with global_stream(stream(spec.seed, "model"), torch.device("cpu")):
+        module = _auto(spec.task).from_config(config, attn_implementation="eager")
+    return module, tokenizer
+
+
+def _check_family(spec: ModelSpec, model_type: str) -> None:
+    if model_type not in FAMILIES:
+        raise NotSupportedError(
+            f"model '{spec.name}' is of type '{model_type}'; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    if spec.task == "causal-lm" and not FAMILIES[model_type].causal:
+        raise BadInputError(
+            f"model '{spec.name}' is an encoder ({model_type}); task 'causal-lm' needs a decoder (gpt2, llama)"
+        )
+
+
+def _tokenizer_for(model_type: str) -> Any:
+    from transformers import AutoTokenizer, GPT2Tokenizer, RobertaTokenizer
+
+    if model_type == "bert":
+        return AutoTokenizer.from_pretrained(str(packages.minilm_folder()))
+    folder = packages.gpt2_vocabulary_folder()
+    merges = str(folder / "merges.txt")
+    if model_type != "roberta":
+        return GPT2Tokenizer(vocab=str(folder / "vocab.json"), merges=merges)
+    # RoBERTa's own vocabulary is not to be had in a package: GPT-2's, moved up behind RoBERTa's first ids
+    frame = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    words = json.loads((folder / "vocab.json").read_text(encoding="utf8"))
+    vocabulary = {word: i for i, word in enumerate(frame)} | {w: i + len(frame) for w, i in words.items()}
+    return RobertaTokenizer(vocab=vocabulary, merges=merges)
+
+
+def _with_padding(tokenizer: Any) -> Any:
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

@@ -1,0 +1,261 @@
+"""What an audit leaves behind: one `Record` a batch, one `Summary` a run, and the private texts apart from both.
+
+`records.jsonl` holds no text and may be shown to others; `texts.jsonl` holds originals and recovered texts, is
+readable by its owner alone, and is what `gradaudit report --show-text` reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gradaudit.errors import BadInputError
+
+M = TypeVar("M", bound=BaseModel)
+
+SCORES = ("rouge1", "rouge2", "rougeL", "token_accuracy", "exact")
+"""Score names every record has; 0 to 100. `exact` is the share of sentences with equal token ids."""
+
+Mark = Literal["right", "misplaced", "wrong", "missing"]
+"""A word of a recovered text against the original: right place, right word in the wrong place, wrong, not found."""
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Spectrum(_Plain):
+    """Singular values of one block's stacked attention gradient, largest first, relative to the largest.
+
+    Args:
+        layer: block.
+        roles: roles that were stacked, for example "qkv".
+        values: singular values divided by the largest, at most `width` of them.
+        rank: numerical rank by the gap of the spectrum.
+        tokens: b, real tokens in the batch; None when nobody knows (an audit without truth).
+        width: d.
+        confidence: ratio of the singular values on both sides of the gap.
+    """
+
+    layer: int
+    roles: str
+    values: tuple[float, ...]
+    rank: int
+    tokens: int | None
+    width: int
+    confidence: float
+
+
+class Diagnosis(_Plain):
+    """Matching loss at the truth against the guess: did the optimizer fail, or the objective?
+
+    Args:
+        truth: 1 - cosine of the truth's update (dropout off) with the observed one, over all seen tensors.
+        guess: the same for the guess; None when there was no guess.
+        verdict: "solved" (the guess is the truth), "optimizer failed" (the truth fits better), "objective failed"
+            (the wrong guess fits at least as well), or "no guess".
+    """
+
+    truth: float
+    guess: float | None
+    verdict: Literal["solved", "optimizer failed", "objective failed", "no guess"]
+
+
+class SentenceMarks(_Plain):
+    """Word marks of one sentence, without its text.
+
+    Args:
+        recovered: one mark a word of the recovered text: right, misplaced or wrong.
+        original: one mark a word of the original: right, misplaced or missing.
+        certificate: "proven", "likely", "guess" or None.
+        rougeL: 0 to 100.
+        exact: token ids equal.
+    """
+
+    recovered: tuple[Mark, ...]
+    original: tuple[Mark, ...]
+    certificate: str | None
+    rougeL: float  # noqa: N815 - the field's name for it
+    exact: bool
+
+
+class Record(_Plain):
+    """Everything measured on one batch by one attack; failures are records too.
+
+    Args:
+        case: content hash of the case.
+        setting: a short name of the setting, for the report ("dropout off").
+        batch: 0-based index of the batch.
+        attack: the attack's name.
+        scores: ours, one to one, special tokens stripped; None only where undefined (ROUGE-2 of one-word texts).
+        baseline: the same scores of the blind guess on the same batch.
+        published: scores in the papers' own ways of scoring, by name.
+        load: tokens / width (b/d).
+        tokens: b.
+        batch_size: B.
+        seconds: the attack's wall time.
+        flags: names of flags (docs/flags.md).
+        error: why this batch failed, else None; its scores are then 0.
+        knowledge: what the attacker was given.
+        sensitive: share (0 to 100) of names and numbers recovered; None when the texts have none.
+        sensitive_baseline: the same for the blind guess.
+        certificates: how many sentences are proven, likely, guess.
+        spectrum: of the first seen attention block.
+        share_of_parameters: share of the model's parameters that was seen (0 to 1).
+        diagnosis: see `Diagnosis`.
+        sentences: word marks, one entry an original sentence, in the batch's order.
+        notes: remarks of the attack.
+        details: plain numbers of the attack.
+    """
+
+    case: str
+    setting: str
+    batch: int
+    attack: str
+    scores: dict[str, float | None]
+    baseline: dict[str, float | None]
+    published: dict[str, dict[str, float | None]] = {}
+    load: float
+    tokens: int
+    batch_size: int
+    seconds: float
+    flags: tuple[str, ...] = ()
+    error: str | None = None
+    knowledge: dict[str, Any] = {}
+    sensitive: float | None = None
+    sensitive_baseline: float | None = None
+    certificates: dict[str, int] = {}
+    spectrum: Spectrum | None = None
+    share_of_parameters: float = 0.0
+    diagnosis: Diagnosis | None = None
+    sentences: tuple[SentenceMarks, ...] = ()
+    notes: tuple[str, ...] = ()
+    details: dict[str, Any] = {}
+
+
+class Texts(_Plain):
+    """The private side of one record: kept apart, shown only when asked for.
+
+    Args:
+        case, setting, batch, attack: which record it belongs to.
+        originals: the batch's sentences as the model sees them.
+        recovered: what was recovered for each, None where nothing was.
+        original_words, recovered_words: the words the marks of `SentenceMarks` stand for.
+    """
+
+    case: str
+    setting: str
+    batch: int
+    attack: str
+    originals: tuple[str, ...]
+    recovered: tuple[str | None, ...]
+    original_words: tuple[tuple[str, ...], ...]
+    recovered_words: tuple[tuple[str, ...], ...]
+
+
+class Interval(_Plain):
+    """A mean over batches with its bootstrap interval (None below two batches)."""
+
+    mean: float | None
+    low: float | None = None
+    high: float | None = None
+    worst: float | None = None
+    """The worst case for privacy: the highest score of any batch."""
+    n: int
+
+
+class Summary(_Plain):
+    """One attack in one setting over all its batches.
+
+    Args:
+        scores, baseline: by score name, over all batches, failures counted as 0.
+        failed: batches that ended in an error.
+        verdict: one sentence, made by the rule in `report.verdict`.
+    """
+
+    summary: Literal[True] = True
+    case: str
+    setting: str
+    attack: str
+    n: int
+    failed: int
+    scores: dict[str, Interval]
+    baseline: dict[str, Interval]
+    sensitive: Interval | None = None
+    seconds: float
+    flags: tuple[str, ...] = ()
+
+
+class RunInfo(_Plain):
+    """What a run's folder says of itself (`run.json`): enough to do it again.
+
+    Args:
+        program: version of gradaudit.
+        case: content hash; case_data: the resolved case.
+        model: title ("minilm"), fingerprint, width, depth, parameters, random_weights.
+        data: where the text came from, its sha256, rows.
+        versions: python, torch, transformers, numpy.
+        device: where it ran.
+        settings: for each setting's name, one line of what the client did.
+        made: date and time, ISO.
+    """
+
+    program: str
+    case: str
+    case_data: dict[str, Any]
+    model: dict[str, Any]
+    data: dict[str, Any]
+    versions: dict[str, str]
+    device: str
+    settings: dict[str, str]
+    made: str
+
+
+def append_line(path: Path, item: BaseModel, private: bool = False) -> None:
+    """Append one JSON line and force it to disk, so that a killed run loses nothing that was finished.
+
+    Raises:
+        BadInputError: the disk refuses (full, read-only); what was written before stays.
+    """
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600 if private else 0o644)
+        try:
+            data = (item.model_dump_json() + "\n").encode()
+            done = 0
+            while done < len(data):
+                done += os.write(handle, data[done:])
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise BadInputError(
+            f"cannot write {path} ({error.strerror}); what was finished before is kept, make room and run again"
+        ) from None
+
+
+def read_lines(path: Path, kind: type[M]) -> Iterator[M]:
+    """Yield the items of a JSONL file; a last line cut short by a kill is passed over.
+
+    Raises:
+        BadInputError: a line that is not of this kind.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            return
+        try:
+            yield kind.model_validate_json(line)
+        except ValidationError as error:
+            raise BadInputError(f"{path} line {number} is not a {kind.__name__} ({error.errors()[0]['msg']})") from None
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value, or None where it is not a number (JSON has no NaN)."""
+    return value if value is not None and math.isfinite(value) else None

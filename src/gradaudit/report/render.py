@@ -1,0 +1,310 @@
+"""From a run's folder to `report.html`: one offline file without scripts, at most a megabyte."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from pydantic import ValidationError
+
+from gradaudit.errors import BadInputError
+from gradaudit.flags import FLAGS
+from gradaudit.record import SCORES, Interval, Record, RunInfo, Spectrum, Summary, Texts, read_lines
+from gradaudit.report import sections
+from gradaudit.report.sentences import Pair, sentence_pairs
+from gradaudit.report.spectrum import spectrum_svg
+from gradaudit.report.verdict import BLIND, WORST_FIRST, Verdicts, verdicts
+from gradaudit.report.visible import Veil, clip, visible
+from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, SCORE_NAMES
+
+MOST_BYTES = 1_000_000
+"""The size a report never exceeds; a page of this size still opens at once and can be mailed."""
+
+_HERE = Path(__file__).parent
+_COUNTS = ("Worst batch", "Batches", "Failed", "Seconds a batch", "Load b/d")
+_NONE = Interval(mean=None, n=0)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How much of a long run is shown; what is left out is counted on the page."""
+
+    sentences: int = 12
+    words: int = 6000
+    rows: int = 120
+    remarks: int = 40
+    spectra: int = 8
+    letters: int = 400
+    case: int = 60_000
+
+
+_LIMITS = (
+    _Limits(),
+    _Limits(sentences=4, words=1500, rows=60, remarks=20, spectra=4, case=20_000),
+    _Limits(sentences=1, words=200, rows=30, remarks=10, spectra=2, letters=160, case=4_000),
+    _Limits(sentences=0, words=0, rows=15, remarks=5, spectra=1, letters=80, case=500),
+)
+
+
+def render(folder: Path, show_text: bool = False) -> Path:
+    """Write `report.html` into a run's folder, whole or not at all, and return its path.
+
+    Args:
+        folder: holds `run.json` and `records.jsonl`, and `texts.jsonl` unless it was deleted.
+        show_text: print the private texts; the file is then readable by its owner alone.
+
+    Raises:
+        BadInputError: the folder is not that of a run, a file is damaged, or the disk refuses.
+    """
+    from gradaudit.metrics.summary import summarize
+
+    info = _read_info(folder)
+    try:
+        records = list(read_lines(folder / "records.jsonl", Record))
+        texts = list(read_lines(folder / "texts.jsonl", Texts))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"cannot read the records in {folder} ({error}); run the audit again") from None
+    if not records:
+        raise BadInputError(f"{folder} has no records yet; run 'gradaudit run ... --out {folder}' first")
+    html = render_html(info, records, texts, summarize(records), show_text)
+    return _write(folder / "report.html", html, private=show_text)
+
+
+def render_html(
+    info: RunInfo,
+    records: Sequence[Record],
+    texts: Sequence[Texts],
+    summaries: Sequence[Summary],
+    show_text: bool,
+) -> str:
+    """Return the report as HTML.
+
+    Args:
+        info: what the run says of itself.
+        records: one a batch and attack.
+        texts: the private texts; may be empty.
+        summaries: one a (setting, attack).
+        show_text: print words; otherwise no word of the texts is on the page.
+    """
+    for limits in _LIMITS:
+        html = _page(info, records, texts, summaries, show_text, limits)
+        if len(html.encode()) < MOST_BYTES:
+            break
+    return html
+
+
+def _page(
+    info: RunInfo,
+    records: Sequence[Record],
+    texts: Sequence[Texts],
+    summaries: Sequence[Summary],
+    show_text: bool,
+    limits: _Limits,
+) -> str:
+    veil = Veil(() if show_text else texts)
+    order = sections.pair_order(info, summaries, records)
+    every_row = sections.result_rows(summaries, records, order)
+    rows, rows_left_out = _first_rows(every_row, limits.rows)
+    pairs = sentence_pairs(records, texts, show_text, order, limits.sentences, limits.words)
+    settings = list(dict.fromkeys(setting for setting, _ in order))
+    judged = verdicts(summaries, records)
+    flags = sections.raised_flags(summaries, records)
+    errors = sections.counted(records, lambda r: [veil(r.error)] if r.error is not None else [])
+    notes = sections.counted(records, lambda r: [veil(note) for note in dict.fromkeys(r.notes)])
+    spectra = _spectra(records, settings)
+    score_names = [SCORE_NAMES[name] for name in SCORES]
+    spans = any(row.names_and_numbers.interval for found in rows.values() for row in found)
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            css=Markup((_HERE / "report.css").read_text(encoding="utf8")),
+            info=info,
+            limits=limits,
+            verdicts=judged,
+            facts=_facts(every_row, pairs),
+            cautions=_cautions(info, records, flags),
+            headlines=HEADLINES,
+            made=_date(info.made),
+            score_names=score_names,
+            columns=[*score_names, *(["Names, numbers"] if spans else []), *_COUNTS],
+            rows=rows,
+            rows_left_out=rows_left_out,
+            spans=spans,
+            threats=sections.threats(records, order),
+            seen=sections.seen_shares(info, records, settings),
+            pairs=pairs,
+            open_pair=_worst(pairs, judged),
+            show_text=show_text,
+            has_texts=bool(texts),
+            marks=MARKS,
+            certificates=CERTIFICATES,
+            certified=any(s.certificate for pair in pairs for s in pair.shown),
+            spectra=[(name, Markup(spectrum_svg(item)), item) for name, item in spectra[: limits.spectra]],
+            spectra_left_out=len(spectra[limits.spectra :]),
+            diagnosis_names=DIAGNOSES,
+            diagnoses=sections.diagnoses(records, order),
+            flags=flags,
+            flag_meanings=FLAGS,
+            errors=errors,
+            notes=notes,
+            published=sections.published_means(records, order),
+            case=sections.as_json(info.case_data, veil, limits.case),
+            model_title=str(info.model.get("title") or "not recorded"),
+            fingerprint=str(info.model.get("fingerprint") or "not recorded"),
+            random_weights=info.model.get("random_weights"),
+            data=sections.as_json(info.data, veil, limits.case // 10),
+            model=sections.as_json(info.model, veil, limits.case // 10),
+        )
+    )
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    environment.filters["clip"] = clip
+    environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:].rstrip(".") + "."
+    environment.filters["factor"] = _factor
+    environment.filters["lines"] = lambda text: Markup("\n").join(visible(line) for line in text.split("\n"))
+    environment.filters["code"] = lambda text: clip(text, 16) if " " not in text else text
+    return environment
+
+
+def _shown(value: Any) -> Any:
+    """Make every value that the template prints visible; autoescape then does the rest."""
+    return value if isinstance(value, Markup) else visible(str(value))
+
+
+def _date(made: str) -> str:
+    try:
+        when = datetime.datetime.fromisoformat(made)
+    except ValueError:
+        return clip(made, 40)
+    return f"{when.day} {when:%B %Y, %H:%M} {when.tzname() or ''}".rstrip()
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _factor(value: float) -> str:
+    if not 1e-3 < value < 1e9:
+        return f"{value:.1g}"
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def _first_rows(rows: dict[str, list[sections.Row]], most: int) -> tuple[dict[str, list[sections.Row]], int]:
+    shown: dict[str, list[sections.Row]] = {}
+    left_out = 0
+    for setting, found in rows.items():
+        take = max(0, most - sum(map(len, shown.values())))
+        left_out += len(found[take:])
+        if take:
+            shown[setting] = found[:take]
+    return shown, left_out
+
+
+def _facts(rows: dict[str, list[sections.Row]], pairs: Sequence[Pair]) -> list[tuple[str, str, str]]:
+    """Return the few numbers a reader should see first: name, number, and what to hold it against."""
+    attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
+    facts: list[tuple[str, str, str]] = []
+    whole = max(
+        (pair for pair in pairs if pair.attack != BLIND and pair.total),
+        key=lambda pair: pair.exact / pair.total,
+        default=None,
+    )
+    if whole is not None:
+        where = f"{whole.attack}, {whole.setting}" if whole.exact else "by any one attack"
+        facts.append(("Sentences read back exactly", f"{whole.exact} of {whole.total}", where))
+    scored = [(setting, row) for setting, row in attacks if row.rouge.interval and row.rouge.interval.mean is not None]
+    if scored:
+        setting, row = max(scored, key=lambda item: (item[1].rouge.interval or _NONE).mean or 0.0)
+        best = row.rouge.interval or _NONE
+        against = f"{row.attack}, {setting}; blind guessing {_number(row.rouge.blind)}"
+        facts.append(("Highest mean ROUGE-L", _number(best.mean), against))
+        worst = max((row.rouge.interval or _NONE).worst or 0.0 for _, row in scored)
+        facts.append(("Worst batch, ROUGE-L", _number(worst), "of 100, by any attack"))
+    if attacks:
+        batches, failed = sum(row.n for _, row in attacks), sum(row.failed for _, row in attacks)
+        facts.append(("Batches judged", f"{batches - failed} of {batches}", f"{failed} failed, counted as 0"))
+    return facts
+
+
+def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections.Counted]) -> list[str]:
+    """Return what a reader must know before believing the verdict, one sentence each."""
+    found = []
+    if info.model.get("random_weights"):
+        found.append("The model has random weights, so the numbers say little about a trained model.")
+    attacked = [r for r in records if r.attack != BLIND]
+    missed = sum(r.diagnosis is not None and r.diagnosis.verdict == "optimizer failed" for r in attacked)
+    if missed:
+        found.append(
+            f"In {missed} of {len(attacked)} attacked batches the true text fits the update better than the "
+            "guess: a better search would have read more."
+        )
+    if flags:
+        raised = "A flag was raised; it is" if len(flags) == 1 else f"{len(flags)} flags were raised; they are"
+        found.append(f"{raised} explained under “When to distrust these numbers”.")
+    return found
+
+
+def _worst(pairs: Sequence[Pair], judged: Verdicts) -> Pair | None:
+    """Return the sentences to unfold: those of the strongest attack in the worst setting."""
+    ranked = sorted(judged.settings, key=lambda name: WORST_FIRST.index(judged.settings[name].level))
+    return next((pair for name in ranked for pair in pairs if pair.setting == name), None)
+
+
+def _spectra(records: Sequence[Record], settings: Sequence[str]) -> list[tuple[str, Spectrum]]:
+    first: dict[str, Spectrum] = {}
+    for record in records:
+        if record.spectrum is not None and record.spectrum.values:
+            first.setdefault(record.setting, record.spectrum)
+    return [(name, first[name]) for name in settings if name in first]
+
+
+def _read_info(folder: Path) -> RunInfo:
+    path = folder / "run.json"
+    try:
+        return RunInfo.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise BadInputError(
+            f"{folder} is not the folder of a run (it has no run.json); make one with 'gradaudit run ... --out DIR'"
+        ) from None
+    except OSError as error:
+        raise BadInputError(f"cannot read {path} ({error.strerror}); make it readable and try again") from None
+    except ValidationError as error:
+        raise BadInputError(
+            f"{path} is empty or damaged ({error.errors()[0]['msg']}); run 'gradaudit run ... --out {folder}' again"
+        ) from None
+
+
+def _write(path: Path, html: str, private: bool) -> Path:
+    draft = None
+    try:
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
+        with os.fdopen(handle, "wb") as file:
+            file.write(html.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files for the owner alone, which is right only where the page holds private text.
+        Path(draft).chmod(0o600 if private else 0o644)
+        Path(draft).replace(path)
+    except OSError as error:
+        if draft is not None:
+            Path(draft).unlink(missing_ok=True)
+        raise BadInputError(f"cannot write {path} ({error.strerror}); make room or choose another folder") from None
+    return path

@@ -1,0 +1,55 @@
+"""The report's fixed words: what each knowledge item, mark, certificate and diagnosis means to a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+HEADLINES: Mapping[str, str] = {
+    "leaks": "Leaks",
+    "partly": "Partly leaks",
+    "not shown": "Not shown to leak",
+    "inconclusive": "Inconclusive",
+}
+
+SCORE_NAMES: Mapping[str, str] = {
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "token_accuracy": "Token accuracy",
+    "exact": "Exact",
+}
+
+KNOWLEDGE: Mapping[str, str] = {
+    "batch_size": "how many sentences the client trained on",
+    "lengths": "how long each sentence is, in tokens",
+    "labels": "the class label of each sentence",
+    "training": "the client’s optimizer, learning rate and steps",
+    "dropout": "the dropout rate in force",
+    "defenses": "which defenses the client used, with their settings",
+}
+
+MARKS: Mapping[str, tuple[str, str]] = {
+    "right": ("right place", "recovered, at its place in the sentence: the attacker reads it"),
+    "misplaced": ("wrong place", "recovered, but somewhere else in the sentence"),
+    "wrong": ("wrong word", "in the recovered text only; the original has no such word"),
+    "missing": ("missing", "in the original only; the attack did not find it"),
+}
+
+CERTIFICATES: Mapping[str, str] = {
+    "proven": "the update itself proves the sentence, with no need of the original",
+    "likely": "the update agrees with the sentence, short of proof",
+    "guess": "the attack cannot tell whether it is right",
+}
+
+DIAGNOSES: Mapping[str, tuple[str, str]] = {
+    "solved": ("Solved", "the guess is the truth"),
+    "optimizer failed": (
+        "Optimizer failed",
+        "the truth fits the update better than the guess does: a better search would have read more",
+    ),
+    "objective failed": (
+        "Objective failed",
+        "a wrong guess fits at least as well as the truth: this attack cannot tell them apart",
+    ),
+    "no guess": ("No guess", "the attack returned nothing to compare"),
+}

@@ -1,0 +1,108 @@
+"""What people see in the terminal: progress bars on standard error, tables, and recovered text made harmless."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from gradaudit.progress import shown_by
+from gradaudit.record import Interval, Mark, Record, Summary, Texts
+
+SCORE_TITLES = {
+    "rouge1": "R-1",
+    "rouge2": "R-2",
+    "rougeL": "R-L",
+    "token_accuracy": "tokens",
+    "exact": "exact",
+}
+_STYLES: dict[Mark, str] = {"right": "green", "misplaced": "yellow", "wrong": "red", "missing": "dim"}
+_SHAPES: dict[Mark, tuple[str, str]] = {
+    "right": ("", ""),
+    "misplaced": ("~", "~"),
+    "wrong": ("[", "]"),
+    "missing": ("", ""),
+}
+
+
+def harmless(text: str) -> str:
+    """Return text without control, format and bidirectional characters, so that it cannot drive a terminal."""
+    return "".join(c if unicodedata.category(c)[0] != "C" or c == " " else "\ufffd" for c in text)
+
+
+@contextmanager
+def progress_bars(console: Console, quiet: bool = False) -> Iterator[None]:
+    """Show the progress of everything inside the block: one bar for each kind of work, gone when it is done."""
+    if quiet:
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
+        tasks: dict[str, int] = {}
+
+        def sink(what: str, done: int, total: int | None) -> None:
+            kind = what.split(":")[0]
+            if kind not in tasks:
+                tasks[kind] = bars.add_task(what, total=total)
+            bars.update(tasks[kind], description=what, completed=done, total=total)  # type: ignore[arg-type]
+            if total is not None and done >= total:
+                bars.remove_task(tasks.pop(kind))  # type: ignore[arg-type]
+
+        with shown_by(sink):
+            yield
+
+
+def _cell(value: Interval, worst: bool = False) -> str:
+    if value.mean is None:
+        return "-"
+    if value.low is None or value.high is None or value.low == value.high:
+        return f"{value.mean:.1f}"
+    return f"{value.mean:.1f} [dim]({value.low:.0f}-{value.high:.0f})[/dim]"
+
+
+def summary_table(summaries: Sequence[Summary], title: str) -> Table:
+    """Return the table of a run: scores with intervals, the blind baseline beside them, seconds, failures."""
+    table = Table(title=title, title_justify="left", caption="0 to 100; blind: the best guess without any gradient; "
+                  "interval: 95%, bootstrap over batches", caption_justify="left")  # fmt: skip
+    table.add_column("setting")
+    table.add_column("attack")
+    for name in SCORE_TITLES.values():
+        table.add_column(name, justify="right")
+    table.add_column("blind R-L", justify="right")
+    table.add_column("sensitive", justify="right")
+    table.add_column("n", justify="right")
+    table.add_column("failed", justify="right")
+    table.add_column("s/batch", justify="right")
+    for row in summaries:
+        table.add_row(
+            row.setting,
+            row.attack,
+            *(_cell(row.scores[name]) for name in SCORE_TITLES),
+            _cell(row.baseline["rougeL"]),
+            "-" if row.sensitive is None else _cell(row.sensitive),
+            str(row.n),
+            str(row.failed),
+            f"{row.seconds:.1f}",
+        )
+    return table
+
+
+def compared(record: Record, texts: Texts, sentences: Sequence[int]) -> list[Text]:
+    """Return original and recovered lines of some sentences, words marked by color and by shape."""
+    lines = []
+    for at in sentences:
+        lines.append(Text("original   ", style="bold") + Text(harmless(texts.originals[at])))
+        row = Text("recovered  ", style="bold")
+        words, found = texts.recovered_words[at], record.sentences[at].recovered if record.sentences else ()
+        if not words:
+            row.append("(nothing)", style="dim")
+        for word, mark in zip(words, found, strict=True):
+            before, after = _SHAPES[mark]
+            row.append(f"{before}{harmless(word)}{after} ", style=_STYLES[mark])
+        lines += [row, Text("")]
+    return lines

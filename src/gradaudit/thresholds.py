@@ -1,0 +1,59 @@
+"""`--fail-on`: thresholds on a run's mean scores, for use in a pipeline."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradaudit.errors import BadInputError, unknown_name
+from gradaudit.record import SCORES, Summary
+
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A condition on a mean score, such as exact > 0.
+
+    Args:
+        score: one of `SCORES`, or "sensitive".
+        sign: ">=", ">", "<=" or "<".
+        value: 0 to 100.
+    """
+
+    score: str
+    sign: str
+    value: float
+
+    def crossed(self, summary: Summary) -> bool:
+        """Return whether the run's mean score meets the condition; an undefined score does not."""
+        interval = summary.sensitive if self.score == "sensitive" else summary.scores[self.score]
+        if interval is None or interval.mean is None:
+            return False
+        return bool(_COMPARE[self.sign](interval.mean, self.value))
+
+    def __str__(self) -> str:
+        return f"{self.score}{self.sign}{self.value:g}"
+
+
+def parse(texts: Sequence[str]) -> list[Threshold]:
+    """Return the thresholds of `--fail-on` texts.
+
+    Raises:
+        BadInputError: not of the form SCORE>VALUE, or an unknown score.
+    """
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"\s*([A-Za-z0-9_]+)\s*(>=|<=|>|<)\s*([0-9.]+)\s*", text)
+        if match is None:
+            raise BadInputError(f"--fail-on takes SCORE>VALUE, for example rougeL>20 or exact>0; got '{text}'")
+        name, sign, value = match.groups()
+        if name not in (*SCORES, "sensitive"):
+            raise unknown_name("score", name, (*SCORES, "sensitive"))
+        try:
+            found.append(Threshold(name, sign, float(value)))
+        except ValueError:
+            raise BadInputError(f"--fail-on: '{value}' is not a number") from None
+    return found

@@ -1,0 +1,186 @@
+"""The data that flows through an audit: Batch, Update, Knowledge, Observation, Reconstruction.
+
+Data flows one way, through a wall. A `Batch` is private: only the client and the judge may hold one.
+An attack gets an `Observation` and returns a `Reconstruction`; neither can carry a `Batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gradaudit.models.base import TextModel, View
+
+UpdateKind = Literal["gradient", "delta"]
+Task = Literal["classification", "causal-lm"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One private batch of text, as the client trains on it. Never crosses the wall.
+
+    Args:
+        ids: [B, T] token ids, padded on the right.
+        mask: [B, T] bool, True where a token is real.
+        labels: [B] class labels; None for causal language modeling, where the text is its own label.
+        texts: the B original strings, for the judge's sensitive spans.
+        truncated: how many of the texts were cut to the model's length.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    labels: Tensor | None
+    texts: tuple[str, ...]
+    truncated: int = 0
+
+    def sequences(self) -> list[list[int]]:
+        """Return each sentence's token ids without padding."""
+        return [row[keep].tolist() for row, keep in zip(self.ids, self.mask, strict=True)]
+
+    @property
+    def tokens(self) -> int:
+        """How many real tokens the batch has, special tokens included (b in the literature)."""
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How the client turns a batch into an update.
+
+    Args:
+        optimizer: "none" sends one gradient (FedSGD); "sgd" and "adamw" train locally and send the weight change.
+        learning_rate: step size of the local optimizer.
+        epochs: passes over the client's batch.
+        minibatch: sentences a local step; None takes the whole batch.
+        weight_decay: AdamW's decoupled decay; 0 by default so that the change is the gradients' alone.
+    """
+
+    optimizer: Literal["none", "sgd", "adamw"] = "none"
+    learning_rate: float = 1e-4
+    epochs: int = 1
+    minibatch: int | None = None
+    weight_decay: float = 0.0
+
+    def steps(self, batch_size: int) -> int:
+        """Return how many optimizer steps a batch of this size takes."""
+        per_epoch = -(-batch_size // (self.minibatch or batch_size))
+        return self.epochs * per_epoch if self.optimizer != "none" else 1
+
+
+@dataclass(frozen=True)
+class Update:
+    """What leaves the client: one gradient, or the weight change of several local steps.
+
+    Args:
+        tensors: by parameter name of the model; frozen parameters are absent.
+        kind: "gradient" or "delta" (weights after minus weights before).
+        training: how it was made.
+        dropout: dropout rate in force while training, 0.0 when it was off.
+        frozen: names of the parameters that were not trained.
+        defenses: what acted on it, in order, as (name, fields) descriptions.
+    """
+
+    tensors: Mapping[str, Tensor]
+    kind: UpdateKind
+    training: LocalTraining
+    dropout: float
+    frozen: tuple[str, ...] = ()
+    defenses: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What the attacker is *given* beside the model and the tensors; None means unknown. Printed in every report.
+
+    Args:
+        batch_size: number of sentences.
+        lengths: real tokens of each sentence, special tokens included.
+        labels: class label of each sentence.
+        training: the client's optimizer, learning rate, epochs and minibatch.
+        dropout: the dropout rate in force (0.0: off).
+        defenses: descriptions of the defenses in force; empty: known to be none.
+    """
+
+    batch_size: int | None = None
+    lengths: tuple[int, ...] | None = None
+    labels: tuple[int, ...] | None = None
+    training: LocalTraining | None = None
+    dropout: float | None = None
+    defenses: tuple[Mapping[str, Any], ...] | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return what is known, by name, in plain types."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Given:
+    """Which facts the attacker is given; the client fills in their values (see `Knowledge`).
+
+    The defaults are what an honest-but-curious server has: it set the training up, and does not know the data.
+    """
+
+    batch_size: bool = True
+    lengths: bool = False
+    labels: bool = False
+    training: bool = True
+    dropout: bool = True
+    defenses: bool = True
+
+
+@dataclass(frozen=True)
+class Observation:
+    """All that an attack may see: the model, the selected tensors and the attacker's knowledge.
+
+    Args:
+        model: the public model, with the weights at which the update was made.
+        tensors: by view name ("0.q", or a parameter's own name); shapes as `views` gives them.
+        views: where each tensor lies in the model's parameters.
+        kind: "gradient" or "delta".
+        knowledge: what the attacker is given.
+        selection: the expression that chose the tensors.
+    """
+
+    model: TextModel
+    tensors: Mapping[str, Tensor]
+    views: Mapping[str, View]
+    kind: UpdateKind
+    knowledge: Knowledge = field(default_factory=Knowledge)
+    selection: str = "all"
+
+    def role(self, layer: int, role: str) -> list[Tensor]:
+        """Return the seen gradients of one role of one block, each [out, in]; empty when not shared.
+
+        A role is a view: it is found whether it was shared by itself or inside a whole parameter.
+        """
+        found = []
+        for view in self.model.views(layer, role):
+            if view.name in self.tensors:
+                found.append(self.tensors[view.name])
+            elif view.parameter in self.tensors:
+                found.append(view(self.tensors[view.parameter]))
+        return found
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack recovered.
+
+    Args:
+        sequences: token ids of each recovered sentence, special tokens included, no padding; may hold fewer or more
+            sentences than the batch, in any order.
+        labels: recovered labels, one a sentence, or None.
+        certificates: "proven", "likely" or "guess" a sentence, computed without the truth; None when not computed.
+        notes: one-sentence remarks for the report ("not identifiable: ...").
+        details: plain numbers the attack reports (loss, candidates, ranks), for the record.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    labels: tuple[int, ...] | None = None
+    certificates: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)

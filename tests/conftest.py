@@ -1,0 +1,36 @@
+"""Fixtures of all tests: one core, and one tiny model of every family a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+
+from gradaudit.models.transformers import TransformersModel
+
+torch.set_num_threads(1)
+Loader = Callable[..., TransformersModel]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with config and tokenizer of every family."""
+    root = tmp_path_factory.mktemp("tiny")
+    return {family: tiny_models.make_folder(family, root / family) for family in tiny_models.FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def load(folders: dict[str, Path]) -> Loader:
+    """Load a tiny model, the same object for the same arguments: tests must leave it as it was."""
+    made: dict[tuple[object, ...], TransformersModel] = {}
+
+    def loader(family: str, task: str = "classification", labels: int = 2, seed: int = 0) -> TransformersModel:
+        key = (family, task, labels, seed)
+        if key not in made:
+            made[key] = tiny_models.tiny(folders[family], task, labels, seed)
+        return made[key]
+
+    return loader

@@ -1,0 +1,295 @@
+"""Models against transformers itself: losses, role views, block inputs, text; closed forms where there are some."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import DECODERS, DEPTH, ENCODERS, FAMILIES, LONGEST, SETTINGS, WORDS, batch_of, sentences
+from torch import Tensor, nn
+
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.prefixes import extension_residuals, prefix_residuals
+from gradaudit.leakage.subspace import Span
+from gradaudit.models.base import ROLES, ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.types import Batch
+
+PATHS = {
+    "bert": ("bert.encoder.layer.{}", "attention.self.query attention.self.key attention.self.value "
+             "attention.output.dense intermediate.dense output.dense"),
+    "roberta": ("roberta.encoder.layer.{}", "attention.self.query attention.self.key attention.self.value "
+                "attention.output.dense intermediate.dense output.dense"),
+    "mpnet": ("mpnet.encoder.layer.{}", "attention.attn.q attention.attn.k attention.attn.v attention.attn.o "
+              "intermediate.dense output.dense"),
+    "gpt2": ("transformer.h.{}", "attn.c_attn attn.c_attn attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"),
+    "llama": ("model.layers.{}", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
+              "mlp.gate_proj+mlp.up_proj mlp.down_proj"),
+}  # fmt: skip
+"""The test's own table of where transformers keeps each role's module."""
+
+
+def arguments(batch: Batch) -> dict[str, Tensor]:
+    return {"ids": batch.ids, "mask": batch.mask, "labels": batch.ids if batch.labels is None else batch.labels}
+
+
+def gradients(model, batch: Batch, **changed) -> dict[str, Tensor]:
+    names, values = zip(*model.parameters().items(), strict=True)
+    found = torch.autograd.grad(
+        model.loss(**arguments(batch) | changed), values, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(names, found, strict=True))
+
+
+def hidden_states(model, ids: Tensor, layer: int) -> Tensor:
+    """Return what enters q, k, v of a block by running transformers' whole model."""
+    with torch.no_grad():
+        found = model.module(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        entering = found.hidden_states[layer]
+        path, _ = PATHS[model.module.config.model_type]
+        block = model.module.get_submodule(path.format(layer))
+        before = {"gpt2": "ln_1", "llama": "input_layernorm"}.get(model.module.config.model_type)
+        return getattr(block, before)(entering) if before else entering
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 4), (3, 6, 1)], ids=["one", "even", "padded"])
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_loss_is_transformers_own(load, family, task, sizes):
+    if task == "causal-lm":
+        sizes = tuple(n + 1 for n in sizes)
+    model = load(family, task, labels=3)
+    batch = batch_of(model, sentences(sizes, 1))
+    labels = batch.labels if batch.labels is not None else batch.ids.masked_fill(~batch.mask, -100)
+    theirs = model.module(input_ids=batch.ids, attention_mask=batch.mask.long(), labels=labels).loss
+    ours = model.loss(**arguments(batch))
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    vectors = model.word_vectors()[batch.ids]
+    given = arguments(batch) | {"ids": None, "embeddings": vectors}
+    assert model.loss(**given).item() == pytest.approx(theirs.item(), rel=1e-5), "word vectors in place of ids"
+    size = model.spec.labels if batch.labels is not None else model.vocabulary_size
+    certain = torch.nn.functional.one_hot(given["labels"], size).float()
+    assert model.loss(**given | {"labels": certain}).item() == pytest.approx(theirs.item(), rel=1e-5), "distributions"
+
+
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_padding_changes_nothing(load, family, task):
+    model = load(family, task)
+    batch = batch_of(model, sentences((4, 4), 2))
+    expected_loss, expected = model.loss(**arguments(batch)), gradients(model, batch)
+    more = 5
+    for filler in (model.special.pad, 40):  # whatever stands in the padded slots
+        ids = torch.nn.functional.pad(batch.ids, (0, more), value=filler)
+        padded = Batch(ids, torch.nn.functional.pad(batch.mask, (0, more)), batch.labels, batch.texts)
+        assert model.loss(**arguments(padded)).item() == pytest.approx(expected_loss.item(), rel=1e-5)
+        for name, value in gradients(model, padded).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_views_are_the_products_of_errors_and_inputs(load, family, task):
+    """Every role's gradient, [out, in], is the sum over tokens of delta x^T, with both caught in transformers."""
+    model = load(family, task)
+    batch = batch_of(model, sentences((3, 6), 3))
+    caught: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = {}
+    handles, inputs = [], {}
+
+    def watch(layer: int, role: str, path: str) -> None:
+        module = model.module.get_submodule(f"{PATHS[family][0].format(layer)}.{path}")
+
+        def before(module, given):
+            inputs[layer, role, path] = given[0].detach()
+
+        def after(module, _, error):
+            x, d = inputs[layer, role, path].flatten(0, 1), error[0].flatten(0, 1)
+            if family == "gpt2" and role in "qkv":
+                d = d.chunk(3, 1)["qkv".index(role)]  # as transformers splits c_attn's output
+            caught.setdefault((layer, role), []).append((x, d))
+
+        handles.extend([module.register_forward_pre_hook(before), module.register_full_backward_hook(after)])
+
+    for layer in range(DEPTH):
+        for role, paths in zip(ROLES, PATHS[family][1].split(), strict=True):
+            for path in paths.split("+"):
+                watch(layer, role, path)
+    try:
+        gradient = gradients(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer in range(DEPTH):
+        for role in ROLES:
+            views = model.views(layer, role)
+            found = [view(gradient[view.parameter]) for view in views]
+            expected = [d.T @ x for x, d in caught[layer, role]]
+            assert len(found) == len(expected) == (2 if (family, role) == ("llama", "f") else 1)
+            for one in expected:  # backward hooks fire in any order
+                assert any(f.shape == one.shape and torch.allclose(f, one, rtol=1e-3, atol=1e-5) for f in found)
+            assert all(view.name.startswith(f"{layer}.{role}") for view in views)
+            assert any(float(f.abs().max()) > 1e-6 for f in found), "a zero gradient would prove nothing"
+
+
+class Unfused(nn.Module):
+    """GPT-2's c_attn as three separate linear layers."""
+
+    def __init__(self, fused) -> None:
+        super().__init__()
+        thirds = [w.T.contiguous() for w in fused.weight.detach().chunk(3, 1)]
+        self.parts = nn.ModuleList(nn.Linear(len(w), len(w)) for w in thirds)
+        with torch.no_grad():
+            for part, w, b in zip(self.parts, thirds, fused.bias.detach().chunk(3), strict=True):
+                part.weight.copy_(w)
+                part.bias.copy_(b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+@pytest.mark.parametrize("task", ["classification", "causal-lm"])
+def test_gpt2_views_equal_autograd_on_an_unfused_twin(load, folders, task):
+    import tiny_models
+
+    model, twin = load("gpt2", task), tiny_models.tiny(folders["gpt2"], task)
+    batch = batch_of(model, sentences((4, 5), 4))
+    gradient = gradients(model, batch)
+    apart = [Unfused(block.attn.c_attn) for block in twin.module.transformer.h]
+    for block, parts in zip(twin.module.transformer.h, apart, strict=True):
+        block.attn.c_attn = parts
+    weights = [part.weight for parts in apart for part in parts.parts]
+    expected = iter(torch.autograd.grad(twin.loss(**arguments(batch)), weights))
+    for layer in range(DEPTH):
+        for role in "qkv":
+            (view,) = model.views(layer, role)
+            torch.testing.assert_close(view(gradient[view.parameter]), next(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_two_token_sentence_tells_query_key_and_value_apart(load):
+    """The first token has no query gradient, and keys see a difference only: rows x1, x0 - x1, and both."""
+    model = load("gpt2")
+    batch = batch_of(model, ["river garden"], [1])
+    x = model.attention_inputs(0, batch.ids)[0]
+    seen = {r: v(gradients(model, batch)[v.parameter]) for r in "qkv" for v in model.views(0, r)}
+    for role, direction in (("q", x[1]), ("k", x[0] - x[1])):
+        cosine = torch.nn.functional.cosine_similarity(seen[role], direction[None], dim=1).abs()
+        norms = seen[role].norm(dim=1)
+        torch.testing.assert_close(cosine[norms > 0.01 * norms.max()].min(), torch.tensor(1.0))
+    values = torch.linalg.svdvals(seen["v"])
+    assert values[1] > 1e-3 * values[0]
+    assert values[2] < 1e-5 * values[0]
+
+
+@pytest.mark.parametrize("layer", range(DEPTH))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_inputs_are_the_whole_models_hidden_states(load, family, layer):
+    model = load(family)
+    ids = torch.randint(4, 90, (3, 7), generator=torch.Generator().manual_seed(layer))
+    torch.testing.assert_close(model.attention_inputs(layer, ids), hidden_states(model, ids, layer))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_inputs_and_their_parts_are_the_block_0_inputs(load, family):
+    model = load(family)
+    ids = torch.arange(model.vocabulary_size)
+    parts = model.first_input_parts()
+    assert model.max_length == LONGEST
+    assert len(parts.positions) == (LONGEST if family != "llama" else 1)
+    for position in range(LONGEST):
+        expected = model.attention_inputs(0, ids[:, None].expand(-1, position + 1))[:, position]
+        torch.testing.assert_close(model.first_inputs(position), expected)
+        torch.testing.assert_close(model.first_inputs(position, ids[5:9]), expected[5:9])
+        x = (parts.words + parts.positions[min(position, len(parts.positions) - 1)]).double()
+        x = x - x.mean(1, keepdim=True) if parts.centered else x
+        x = x / (x.square().mean(1, keepdim=True) + parts.eps).sqrt()
+        torch.testing.assert_close((parts.weight * x + parts.bias).float(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("family", DECODERS)
+def test_tree_of_candidates_equals_one_run_for_each(load, family, layer):
+    model = load(family)
+    rng = torch.Generator().manual_seed(layer)
+    basis = torch.linalg.qr(torch.randn(model.width, 12, generator=rng, dtype=torch.float64)).Q
+    span = Span(basis, torch.ones(12), 12, 1.0, layer, ("q",))
+    candidates = torch.randint(1, model.vocabulary_size, (270,), generator=rng)  # more than one run's leaves
+    for done in (0, 1, 4):
+        prefixes = torch.randint(1, model.vocabulary_size, (3, done), generator=rng)
+        found = extension_residuals(model, span, prefixes, candidates)
+        assert found.shape == (3, 270)
+        for row, prefix in enumerate(prefixes):
+            ids = torch.cat([prefix.expand(270, -1), candidates[:, None]], 1)
+            expected = span.residual(hidden_states(model, ids, layer)[:, -1])
+            torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-5)
+    sentence = [5, 9, 9, 30, 2]
+    for end, residual in enumerate(prefix_residuals(model, span, sentence), 1):
+        alone = hidden_states(model, torch.tensor([sentence[:end]]), layer)[:, -1]
+        torch.testing.assert_close(residual, span.residual(alone)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_goes_there_and_back(load, family):
+    model = load(family)
+    text = "the river walks . maria reads seven letter"
+    ids, cut = model.encode(text)
+    frame = 2 if family in ENCODERS else 0
+    assert not cut
+    assert len(ids) == len(text.split()) + frame
+    assert model.decode(ids).replace(" .", ".") == text.replace(" .", ".")
+    assert model.content(ids) == ids[1:-1] if frame else ids
+    assert (model.special.prefix, model.special.suffix) == ((ids[0],), (ids[-1],)) if frame else ((), ())
+    assert [p for p in model.pieces(model.content(ids))] == text.split()
+    unknown = model.encode("the zzz")[0]
+    assert len(model.content(unknown)) == 2, "an unknown word is text"
+    assert set(model.encode(" ".join(WORDS[:20]))[0][1:-1]).isdisjoint(model.special.ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_truncation_keeps_the_end_of_the_frame(load, family):
+    model = load(family)
+    frame = 2 if family in ENCODERS else 0
+    just = " ".join(WORDS[: LONGEST - frame])
+    assert model.encode(just) == (model.encode(just)[0], False)
+    ids, cut = model.encode(just + " river")
+    assert cut
+    assert len(ids) == LONGEST
+    assert ids == model.encode(just)[0], "the overlong word alone is lost"
+    model.loss(ids=torch.tensor([ids]), mask=torch.ones(1, len(ids)), labels=torch.tensor([0]))
+
+
+def test_gpt2_groups_and_unknown_names(load):
+    model = load("gpt2")
+    assert model.group("embeddings") == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert model.group("head") == ["score.weight"]
+    assert load("gpt2", "causal-lm").group("head") == [], "tied to the word table"
+    assert load("llama", "causal-lm").group("head") == ["lm_head.weight"]
+    assert load("llama").group("position") == []
+    with pytest.raises(BadInputError, match="unknown parameter group 'heads'; did you mean 'head'"):
+        model.group("heads")
+    with pytest.raises(BadInputError, match="unknown role 'x'"):
+        model.views(0, "x")
+    with pytest.raises(BadInputError, match="layer 3 is not there"):
+        model.views(3, "q")
+
+
+def test_loading_is_reproducible_and_refuses_in_a_sentence(load, folders, tmp_path):
+    import tiny_models
+
+    first, again = load("llama"), tiny_models.tiny(folders["llama"])
+    assert first.fingerprint() == again.fingerprint()
+    assert load("llama", seed=1).fingerprint() != first.fingerprint()
+    assert first.spec.random_weights
+    assert "(random weights)" in first.spec.title
+    assert load_model(ModelSpec(f"random:{folders['llama']}", layers=1)).depth == 1
+    state = torch.random.get_rng_state()
+    load_model(ModelSpec(f"random:{folders['bert']}"))
+    assert torch.equal(state, torch.random.get_rng_state()), "the global generator was moved"
+    first.module.save_pretrained(tmp_path / "saved")
+    first.tokenizer.save_pretrained(tmp_path / "saved")
+    saved = load_model(ModelSpec(str(tmp_path / "saved")))
+    assert saved.fingerprint() == first.fingerprint()
+    assert not saved.spec.random_weights
+    with pytest.raises(BadInputError, match="encoder"):
+        load_model(ModelSpec(f"random:{folders['bert']}", "causal-lm"))
+    with pytest.raises(BadInputError, match="unknown model 'minilmm'; did you mean 'minilm'"):
+        load_model(ModelSpec("minilmm"))
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises((NotSupportedError, BadInputError), match="t5"):
+        load_model(ModelSpec(f"random:{tmp_path / 't5'}"))

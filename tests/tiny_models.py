@@ -1,0 +1,128 @@
+"""Tiny models of every family, made on the spot: random weights, three blocks, a hundred plain English words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from gradaudit.client import Client
+from gradaudit.data.source import make_batch
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.zoo import load_model
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import Batch, Given, Observation
+
+FAMILIES = ("bert", "roberta", "mpnet", "gpt2", "llama")
+ENCODERS = ("bert", "roberta", "mpnet")
+DECODERS = ("gpt2", "llama")
+SETTINGS = [(family, "classification") for family in FAMILIES] + [(family, "causal-lm") for family in DECODERS]
+"""Every (family, task) there is."""
+WIDTH, DEPTH, LONGEST = 32, 3, 24
+
+WORDS = (
+    "the of and to a in is that it was for on i you he with as be at this "
+    "river stone cloud garden window letter doctor teacher farmer sailor blue green quiet heavy bright cold warm "
+    "bread water apple paper silver wooden street market kitchen castle island forest winter summer morning evening "
+    "walks reads writes sings opens closes carries follows finds loses paints builds "
+    "horse rabbit eagle spider mouse tiger whale turtle candle mirror basket bottle hammer ladder pencil pillow "
+    "maria peter london paris seven twelve ninety monday friday . , ?"
+).split()
+MADE_UP = WORDS[20:60]
+"""Words of the batches that other batches (see `OTHERS`) never use."""
+OTHERS = WORDS[60:100]
+
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "bert": {"max_position_embeddings": LONGEST},
+    "roberta": {"max_position_embeddings": LONGEST + 2, "type_vocab_size": 1},
+    "mpnet": {"max_position_embeddings": LONGEST + 2},
+    "gpt2": {"n_positions": LONGEST},
+    "llama": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "tie_word_embeddings": False},
+}
+
+
+def _tokenizer(family: str) -> PreTrainedTokenizerFast:
+    pad, unknown, start, end = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+    first = [pad, unknown, start, end]
+    if family in ("roberta", "mpnet"):
+        pad, unknown, start, end = "<pad>", "<unk>", "<s>", "</s>"
+        first = [start, pad, end, unknown]
+    if family in DECODERS:
+        first = [pad, unknown]
+    ids = {word: i for i, word in enumerate([*first, *WORDS])}
+    inner = Tokenizer(WordLevel(ids, unk_token=unknown))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": pad, "unk_token": unknown}
+    if family in ENCODERS:
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A {end}", special_tokens=[(start, ids[start]), (end, ids[end])]
+        )
+        names |= {"cls_token": start, "sep_token": end}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
+
+
+def make_folder(family: str, where: Path) -> Path:
+    """Write config.json and a tokenizer of one tiny family; the weights are drawn on loading ("random:FOLDER")."""
+    tokenizer = _tokenizer(family)
+    numbers = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "initializer_range": 0.3,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if family == "gpt2":
+        renamed = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+        numbers = {renamed.get(key, key): value for key, value in numbers.items()} | {"n_inner": 48}
+        del numbers["intermediate_size"]
+    tokenizer.save_pretrained(where)
+    AutoConfig.for_model(family, **numbers | _NUMBERS[family]).save_pretrained(where)
+    return where
+
+
+def tiny(folder: Path, task: str = "classification", labels: int = 2, seed: int = 0) -> TransformersModel:
+    """Return a fresh tiny model; every parameter drawn, so that no bias is zero and no norm is the identity."""
+    model = load_model(ModelSpec(f"random:{folder}", task, labels, seed))  # type: ignore[arg-type]
+    rng = stream(seed, "biases and norms")
+    with torch.no_grad():
+        for name, p in model.parameters().items():
+            if p.dim() == 1:
+                p.copy_(0.2 * torch.randn(p.shape, generator=rng) + (0.0 if name.endswith("bias") else 1.0))
+    return model
+
+
+def sentences(
+    sizes: Sequence[int], seed: int, words: Sequence[str] = MADE_UP, distinct: bool = True
+) -> list[str]:
+    """Return sentences of so many words each; all words of a batch differ when `distinct`."""
+    rng = random.Random(seed)
+    if not distinct:
+        return [" ".join(rng.choice(words) for _ in range(n)) for n in sizes]
+    drawn = iter(rng.sample(list(words), sum(sizes)))
+    return [" ".join(next(drawn) for _ in range(n)) for n in sizes]
+
+
+def batch_of(model: TransformersModel, texts: Sequence[str], labels: Sequence[int] | None = None) -> Batch:
+    """Return the batch of some texts, with labels 0, 1, 0, 1, ... unless given."""
+    if labels is None:
+        labels = [i % model.spec.labels for i in range(len(texts))]
+    return make_batch(model, texts, labels)
+
+
+def seen_of(
+    client: Client, batch: Batch, selection: str = "all", given: Given | None = None, seed: int = 0
+) -> Observation:
+    """Return what an attacker with the usual knowledge sees of a batch."""
+    return client.observe(batch, Selection(selection), given or Given(), stream(seed, "client"))
