@@ -56,9 +56,7 @@ def test_the_sample_is_the_default_and_both_ways_of_writing_it_are_equal():
     assert DataSpec(path="a.csv").source is None
 
 
-@pytest.mark.parametrize(
-    "spec", [DataSpec(), DataSpec(path="a.csv", text=3), DataSpec(hub="x", split="test")]
-)
+@pytest.mark.parametrize("spec", [DataSpec(), DataSpec(path="a.csv", text=3), DataSpec(hub="x", split="test")])
 def test_a_spec_survives_its_own_json(spec):
     assert DataSpec.model_validate_json(spec.model_dump_json()) == spec
     assert DataSpec(**spec.model_dump()) == spec
@@ -110,9 +108,7 @@ def test_csv_round_trips_quotes_tabs_and_line_breaks(tmp_path):
 
 
 def test_tsv_takes_quotes_as_plain_characters(tmp_path):
-    (tmp_path / "a.tsv").write_text(
-        'n\ttext\n1\t"Open and not closed\n2\t"She" left, "he"\n', encoding="utf-8"
-    )
+    (tmp_path / "a.tsv").write_text('n\ttext\n1\t"Open and not closed\n2\t"She" left, "he"\n', encoding="utf-8")
     rows = load_rows(DataSpec(path="a.tsv"), tmp_path)
     assert rows.texts == ('"Open and not closed', '"She" left, "he"')
     assert rows.labels is None
@@ -320,9 +316,7 @@ def test_parquet_with_wrong_columns_and_missing_texts(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["a", None], "n": [b"x", b"y"]}), tmp_path / "a.parquet")
     assert load_rows(DataSpec(path="a.parquet"), tmp_path).texts == ("a", "")
-    assert "row 0 (counted from 0) of a.parquet holds bytes" in refusal(
-        DataSpec(path="a.parquet", text="n"), tmp_path
-    )
+    assert "row 0 (counted from 0) of a.parquet holds bytes" in refusal(DataSpec(path="a.parquet", text="n"), tmp_path)
     assert "no column 'q', it has 'text', 'n'" in refusal(DataSpec(path="a.parquet", text="q"), tmp_path)
     parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "b.parquet")
     assert "b.parquet holds no rows" in refusal(DataSpec(path="b.parquet"), tmp_path)
@@ -459,9 +453,7 @@ def test_an_empty_text_is_refused_only_when_drawn():
     rows = rows_of("a", " \n", "c")
     assert draw(DataSpec(), rows) == [(0,)]
     assert draw(DataSpec(skip=2), rows) == [(2,)]
-    with pytest.raises(
-        BadInputError, match=r"row 1 \(counted from 0\) of somewhere is drawn but holds no text; "
-    ):
+    with pytest.raises(BadInputError, match=r"row 1 \(counted from 0\) of somewhere is drawn but holds no text; "):
         draw(DataSpec(batches=2), rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from gradaudit.client import Client
@@ -103,9 +105,25 @@ def tiny(folder: Path, task: str = "classification", labels: int = 2, seed: int 
     return model
 
 
-def sentences(
-    sizes: Sequence[int], seed: int, words: Sequence[str] = MADE_UP, distinct: bool = True
-) -> list[str]:
+def doubled(model: TransformersModel) -> TransformersModel:
+    """Return a copy of a model in float64."""
+    twin = copy.deepcopy(model)
+    twin.module.double()
+    return twin
+
+
+def hidden_states(model: TransformersModel, ids: Tensor, layer: int) -> Tensor:
+    """Return what enters q, k, v of a block by running transformers' whole model."""
+    kind = model.module.config.model_type
+    with torch.no_grad():
+        found = model.module(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        entering: Tensor = found.hidden_states[layer]
+        if kind == "gpt2":
+            return model.module.transformer.h[layer].ln_1(entering)
+        return model.module.model.layers[layer].input_layernorm(entering) if kind == "llama" else entering
+
+
+def sentences(sizes: Sequence[int], seed: int, words: Sequence[str] = MADE_UP, distinct: bool = True) -> list[str]:
     """Return sentences of so many words each; all words of a batch differ when `distinct`."""
     rng = random.Random(seed)
     if not distinct:

@@ -298,11 +298,12 @@ def describe_client(case: Case) -> str:
     what = (
         "one gradient"
         if client.optimizer == "none"
-        else f"{client.epochs} epochs of {client.optimizer} at {client.learning_rate:g}"
+        else f"{client.epochs} epoch{'s' * (client.epochs > 1)} of {client.optimizer} at {client.learning_rate:g}"
     )
     frozen = f", frozen: {', '.join(client.freeze)}" if client.freeze else ", everything trained"
     defended = f", defenses: {', '.join(str(d['name']) for d in case.defense)}" if case.defense else ""
-    return f"{what} on {case.data.batch_size} sentences, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
+    size = case.data.batch_size
+    return f"{what} on {size} sentence{'s' * (size > 1)}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
 
 
 def _published(verdict: Judgment | None, baseline: Judgment, case: Case) -> dict[str, metrics.Scores]:

@@ -1,4 +1,4 @@
-"""What there is to choose from: `gradaudit list` and `gradaudit show`, derived from the registry and the dataclasses."""
+"""What there is to choose from: `gradaudit list` and `show`, derived from the registry and the dataclasses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, thin: it reads arguments, calls the program, and turns errors into one sentence and an exit code."""
+"""The command line, thin: reads arguments, calls the program, turns errors into one sentence and an exit code."""
 
 from __future__ import annotations
 

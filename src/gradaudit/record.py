@@ -110,7 +110,7 @@ class Record(_Plain):
         diagnosis: see `Diagnosis`.
         sentences: word marks, one entry an original sentence, in the batch's order.
         notes: remarks of the attack.
-        details: plain numbers of the attack.
+        details: what the attack reports of its own run (loss, ranks, candidates tried); never text.
     """
 
     case: str
@@ -175,7 +175,7 @@ class Summary(_Plain):
     Args:
         scores, baseline: by score name, over all batches, failures counted as 0.
         failed: batches that ended in an error.
-        verdict: one sentence, made by the rule in `report.verdict`.
+        seconds: median of the attack's wall time a batch.
     """
 
     summary: Literal[True] = True
@@ -223,9 +223,9 @@ def append_line(path: Path, item: BaseModel, private: bool = False) -> None:
         BadInputError: the disk refuses (full, read-only); what was written before stays.
     """
     try:
+        data = item.model_dump_json().encode("utf8", errors="replace") + b"\n"
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600 if private else 0o644)
         try:
-            data = (item.model_dump_json() + "\n").encode()
             done = 0
             while done < len(data):
                 done += os.write(handle, data[done:])
@@ -246,10 +246,9 @@ def read_lines(path: Path, kind: type[M]) -> Iterator[M]:
     """
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf8").splitlines(keepends=True)
+    # bytes, split at \n alone: recovered text may hold other line separators, and a kill may cut a character
+    lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            return
         try:
             yield kind.model_validate_json(line)
         except ValidationError as error:

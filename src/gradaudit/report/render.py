@@ -20,7 +20,7 @@ from gradaudit.record import SCORES, Interval, Record, RunInfo, Spectrum, Summar
 from gradaudit.report import sections
 from gradaudit.report.sentences import Pair, sentence_pairs
 from gradaudit.report.spectrum import spectrum_svg
-from gradaudit.report.verdict import BLIND, WORST_FIRST, Verdicts, verdicts
+from gradaudit.report.verdict import BLIND, WORST_FIRST, Verdicts, sentence_count, verdicts
 from gradaudit.report.visible import Veil, clip, visible
 from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, SCORE_NAMES
 
@@ -129,7 +129,7 @@ def _page(
             info=info,
             limits=limits,
             verdicts=judged,
-            facts=_facts(every_row, pairs),
+            facts=_facts(every_row, records),
             cautions=_cautions(info, records, flags),
             headlines=HEADLINES,
             made=_date(info.made),
@@ -198,7 +198,8 @@ def _date(made: str) -> str:
 
 
 def _number(value: float | None, digits: int = 1) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+    # A full score needs no decimals, and without them the widest row still fits a laptop.
+    return "–" if value is None else "100" if value == 100 else f"{value:.{digits}f}"
 
 
 def _factor(value: float) -> str:
@@ -218,18 +219,20 @@ def _first_rows(rows: dict[str, list[sections.Row]], most: int) -> tuple[dict[st
     return shown, left_out
 
 
-def _facts(rows: dict[str, list[sections.Row]], pairs: Sequence[Pair]) -> list[tuple[str, str, str]]:
+def _facts(rows: dict[str, list[sections.Row]], records: Sequence[Record]) -> list[tuple[str, str, str]]:
     """Return the few numbers a reader should see first: name, number, and what to hold it against."""
     attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
     facts: list[tuple[str, str, str]] = []
-    whole = max(
-        (pair for pair in pairs if pair.attack != BLIND and pair.total),
-        key=lambda pair: pair.exact / pair.total,
-        default=None,
-    )
-    if whole is not None:
-        where = f"{whole.attack}, {whole.setting}" if whole.exact else "by any one attack"
-        facts.append(("Sentences read back exactly", f"{whole.exact} of {whole.total}", where))
+    exact: dict[tuple[str, str], tuple[int, int]] = {}
+    for record in records:
+        if record.attack != BLIND:
+            found, total = exact.get((record.setting, record.attack), (0, 0))
+            found += sum(marks.exact for marks in record.sentences)
+            exact[record.setting, record.attack] = (found, total + sentence_count(record))
+    if exact and any(record.sentences for record in records):
+        (where, attack), (found, total) = max(exact.items(), key=lambda item: item[1][0] / max(1, item[1][1]))
+        by = f"{attack}, {where}" if found else "by any one attack"
+        facts.append(("Sentences read back exactly", f"{found} of {total}", by))
     scored = [(setting, row) for setting, row in attacks if row.rouge.interval and row.rouge.interval.mean is not None]
     if scored:
         setting, row = max(scored, key=lambda item: (item[1].rouge.interval or _NONE).mean or 0.0)
@@ -240,7 +243,13 @@ def _facts(rows: dict[str, list[sections.Row]], pairs: Sequence[Pair]) -> list[t
         facts.append(("Worst batch, ROUGE-L", _number(worst), "of 100, by any attack"))
     if attacks:
         batches, failed = sum(row.n for _, row in attacks), sum(row.failed for _, row in attacks)
-        facts.append(("Batches judged", f"{batches - failed} of {batches}", f"{failed} failed, counted as 0"))
+        facts.append(
+            (
+                "Batches judged",
+                f"{batches - failed} of {batches}",
+                f"{failed} failed, counted as 0" if failed else "none failed",
+            )
+        )
     return facts
 
 
@@ -255,6 +264,10 @@ def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections
         found.append(
             f"In {missed} of {len(attacked)} attacked batches the true text fits the update better than the "
             "guess: a better search would have read more."
+        )
+    if {"dropout-not-modeled", "defense-not-modeled"} & {flag.text for flag in flags}:
+        found.append(
+            "Some attacks did not reckon with the client’s dropout or defenses: their scores are lower bounds."
         )
     if flags:
         raised = "A flag was raised; it is" if len(flags) == 1 else f"{len(flags)} flags were raised; they are"

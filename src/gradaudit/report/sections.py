@@ -10,7 +10,7 @@ from typing import Any
 
 from gradaudit.record import SCORES, Interval, Record, RunInfo, Summary
 from gradaudit.report.verdict import BLIND
-from gradaudit.report.wording import DIAGNOSES, KNOWLEDGE
+from gradaudit.report.wording import ALWAYS_GIVEN, DIAGNOSES, KNOWLEDGE
 
 Pair = tuple[str, str]
 
@@ -111,14 +111,15 @@ def _row(summary: Summary, own: Sequence[Record]) -> Row:
 
 def threats(records: Sequence[Record], order: Sequence[Pair]) -> list[Threat]:
     """Return what the attacker was given and not given, one entry for all pairs that were given the same."""
+    meanings = {**KNOWLEDGE, **ALWAYS_GIVEN}
     groups: dict[str, tuple[list[Pair], Threat]] = {}
     attacks = [pair for pair in order if pair[1] != BLIND]
     for pair in attacks:
         own = [r for r in records if (r.setting, r.attack) == pair]
         names = list(dict.fromkeys(name for record in own for name in record.knowledge))
         given = tuple(
-            (name.replace("_", " "), KNOWLEDGE.get(name, ""), _value([r.knowledge.get(name) for r in own]))
-            for name in sorted(names, key=lambda n: [*KNOWLEDGE, n].index(n))
+            (name.replace("_", " "), meanings.get(name, ""), _value([r.knowledge.get(name) for r in own]))
+            for name in sorted(names, key=lambda n: [*meanings, n].index(n))
         )
         withheld = tuple((n.replace("_", " "), what) for n, what in KNOWLEDGE.items() if n not in names)
         seen = groups.setdefault(repr((given, withheld)), ([], Threat("", given, withheld)))
@@ -141,12 +142,12 @@ def _value(values: Sequence[Any]) -> str:
     distinct = list(dict.fromkeys(_plain(value) for value in values))
     if len(distinct) == 1:
         return distinct[0]
-    return f"differs by batch, for example {next(v for v in distinct if v != '–')}"
+    return f"differs by batch, for example {next(v for v in distinct if v != 'not set')}"
 
 
 def _plain(value: Any) -> str:
     if value is None:
-        return "–"
+        return "not set"
     if isinstance(value, Mapping):
         return "; ".join(f"{str(key).replace('_', ' ')}: {_plain(item)}" for key, item in value.items()) or "none"
     if isinstance(value, list | tuple):

@@ -28,6 +28,11 @@ KNOWLEDGE: Mapping[str, str] = {
     "defenses": "which defenses the client used, with their settings",
 }
 
+ALWAYS_GIVEN: Mapping[str, str] = {
+    "selection": "which tensors of the update are seen",
+    "update": "whether a gradient or a change of weights is seen",
+}
+
 MARKS: Mapping[str, tuple[str, str]] = {
     "right": ("right place", "recovered, at its place in the sentence: the attacker reads it"),
     "misplaced": ("wrong place", "recovered, but somewhere else in the sentence"),

@@ -1,0 +1,261 @@
+"""Gradient matching: closed forms against autograd and finite differences, and the truth as a stationary zero."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, seen_of, sentences
+from torch import Tensor
+
+from gradaudit.client import Client
+from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.layout import layout, longest_position
+from gradaudit.leakage.matching import (
+    Cosine,
+    Prediction,
+    SquaredL2,
+    as_gradient,
+    minimize,
+    nearest_tokens,
+    without,
+    word_gradient_hidden,
+)
+from gradaudit.types import Given, LocalTraining
+
+
+def plain_squared(p: list[Tensor], o: list[Tensor], l1: float) -> Tensor:
+    return sum(((a - b) ** 2).sum() + l1 * (a - b).abs().sum() for a, b in zip(p, o, strict=True))
+
+
+def plain_cosine(p: list[Tensor], o: list[Tensor]) -> Tensor:
+    pairs = [1 - torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) for a, b in zip(p, o, strict=True)]
+    return sum(pairs) / len(pairs)
+
+
+DISTANCES = {
+    "squared": (SquaredL2(), lambda p, o: plain_squared(p, o, 0.0)),
+    "squared+l1": (SquaredL2(l1=0.01), lambda p, o: plain_squared(p, o, 0.01)),
+    "cosine": (Cosine(), plain_cosine),
+}
+
+
+def truth(model, batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the guess that is the truth: word vectors, mask, labels, for one candidate."""
+    labels = batch.labels
+    if labels is None:
+        labels = torch.nn.functional.one_hot(batch.ids, model.vocabulary_size).to(model.word_vectors())
+    return model.word_vectors()[batch.ids][None], batch.mask, labels[None]
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_and_slopes_equal_autograd(name):
+    distance, plain = DISTANCES[name]
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(3, 4), (5,), (2, 3, 2)]
+    observed = [torch.randn(s, generator=rng, dtype=torch.float64) for s in shapes]
+    predicted = [torch.randn((4, *s), generator=rng, dtype=torch.float64) for s in shapes]
+    before = [t.clone() for t in predicted + observed]
+    value, slopes = distance(predicted, observed)
+    assert all(torch.equal(a, b) for a, b in zip(before, predicted + observed, strict=True)), "wrote into its inputs"
+    for n in range(4):
+        one = [p[n].clone().requires_grad_() for p in predicted]
+        expected = plain(one, observed)
+        torch.testing.assert_close(value[n], expected.detach())
+        for found, wanted in zip(slopes, torch.autograd.grad(expected, one), strict=True):
+            torch.testing.assert_close(found[n], wanted)
+
+
+def test_cosine_of_a_zero_tensor_is_1_and_pushes_nowhere():
+    rng = torch.Generator().manual_seed(0)
+    some, zero = torch.randn((1, 4), generator=rng), torch.zeros((1, 4))
+    for predicted, observed in ((zero, some[0]), (some, zero[0]), (zero, zero[0])):
+        value, (slope,) = Cosine()([predicted], [observed])
+        assert value.item() == 1.0
+        assert torch.equal(slope, torch.zeros_like(slope))
+
+
+@pytest.mark.parametrize("selection", ["all", "0:q,k 1:*", "2:v,f head"])
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_the_truth_predicts_the_observation(load, family, task, selection):
+    model = load(family, task)
+    batch = batch_of(model, sentences((4, 6), 1))
+    seen = seen_of(Client(model), batch, selection)
+    visible = without(seen, word_gradient_hidden(seen))
+    observed = list(as_gradient(visible).values())
+    with torch.no_grad():
+        predicted = Prediction(visible)(*truth(model, batch))
+        wrong = Prediction(visible)(truth(model, batch)[0].flip(2), *truth(model, batch)[1:])
+    assert len(predicted) == len(observed) > 0
+    for name, p, o in zip(visible.views, predicted, observed, strict=True):
+        torch.testing.assert_close(p[0], o, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)
+    assert float(SquaredL2()(predicted, observed)[0]) < 1e-6
+    assert float(SquaredL2()(wrong, observed)[0]) > 1e-2
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_push_back_through_the_prediction_equals_finite_differences(load, family, task, distance):
+    """Away from the truth the slope is the distance's own; at the truth a smooth distance is stationary."""
+    model, measure = doubled(load(family, task)), DISTANCES[distance][0]
+    batch = batch_of(model, sentences((3, 5), 1))
+    seen = seen_of(Client(model), batch, "0-1:v,o 1:f head")
+    prediction, observed = Prediction(seen), list(seen.tensors.values())
+    vectors, mask, labels = truth(model, batch)
+    rng = torch.Generator().manual_seed(0)
+    away, direction = (torch.randn(vectors.shape, generator=rng, dtype=torch.float64) for _ in range(2))
+
+    def slope(at: Tensor) -> Tensor:
+        at = at.clone().requires_grad_()
+        predicted = prediction(at, mask, labels)
+        _, slopes = measure([p.detach() for p in predicted], observed)
+        return torch.autograd.grad(predicted, at, slopes)[0]
+
+    if distance != "squared+l1":
+        assert float(slope(vectors).abs().max()) < 1e-6
+    at = vectors + 0.3 * away
+    # transformers' RMSNorm computes in float32 whatever it is given, so its differences need a longer step
+    step, tolerance = (1e-3, 5e-3) if family == "llama" else (1e-6, 1e-4)
+    with torch.no_grad():
+        up, down = (measure(prediction(at + s * direction, mask, labels), observed)[0] for s in (step, -step))
+    expected = float(up - down) / (2 * step)
+    assert float((slope(at) * direction).sum()) == pytest.approx(expected, rel=tolerance, abs=1e-7)
+
+
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_many_candidates_at_once_equal_one_by_one(load, family, task):
+    model = load(family, task)
+    batch = batch_of(model, sentences((4, 6), 1))
+    seen = seen_of(Client(model), batch, "0:* 2:q,p head")
+    vectors, mask, labels = truth(model, batch)
+    rng = torch.Generator().manual_seed(0)
+    many = vectors + torch.randn((3, *vectors.shape[1:]), generator=rng)
+    classes = torch.tensor([[0, 0], [0, 1], [1, 1]]) if task == "classification" else labels.expand(3, -1, -1, -1)
+    prediction = Prediction(seen)
+    together = prediction(many, mask, classes)
+    for n in range(3):
+        for whole, alone in zip(together, prediction(many[n : n + 1], mask, classes[n : n + 1]), strict=True):
+            torch.testing.assert_close(whole[n], alone[0], rtol=1e-3, atol=1e-5)
+
+
+def run_minimize(model, batch, **changed):
+    seen = seen_of(Client(model), batch, "0-2:* head")
+    vectors, mask, labels = truth(model, batch)
+    fixed = torch.zeros_like(mask)
+    fixed[:, 0] = True
+    rng = torch.Generator().manual_seed(3)
+    start = vectors + 0.5 * torch.randn((2, *vectors.shape[1:]), generator=rng)
+    settings = {
+        "start": start, "mask": mask, "fixed": fixed, "labels": labels.expand(2, *labels.shape[1:]),
+        "learn_labels": False, "steps": 12, "learning_rate": 0.02, "keep_best": False, "what": "test",
+    }  # fmt: skip
+    settings |= changed
+    measure = SquaredL2()
+    found = minimize(Prediction(seen), list(seen.tensors.values()), measure, **settings)
+    again, _ = measure(Prediction(seen)(found.embeddings, mask, found.labels), list(seen.tensors.values()))
+    return found, settings, again.detach()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_minimize_moves_only_free_slots_and_comes_nearer(load, family):
+    model = load(family)
+    batch = batch_of(model, sentences((4, 6), 1))
+    found, how, again = run_minimize(model, batch)
+    repeat, _, _ = run_minimize(model, batch)
+    _, _, begin = run_minimize(model, batch, steps=0)
+    assert torch.equal(found.embeddings, repeat.embeddings)
+    still = how["fixed"] | ~how["mask"]
+    assert torch.equal(found.embeddings[:, still], how["start"][:, still])
+    assert bool((found.embeddings[:, ~still] != how["start"][:, ~still]).any(-1).all())
+    torch.testing.assert_close(found.distance, again, rtol=1e-3, atol=1e-5)
+    assert bool((found.distance < begin).all())
+    assert found.evaluations == 26
+
+
+def test_minimize_keeps_the_best_iterate_of_each_candidate(load):
+    """One candidate starts at the truth, which Adam leaves at once; the other starts away and comes nearer."""
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 6), 1))
+    vectors = truth(model, batch)[0]
+    noise = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(0))
+    how = {"start": torch.cat([vectors, vectors + 0.5 * noise]), "learning_rate": 0.02}
+    iterates = torch.stack([run_minimize(model, batch, steps=n, **how)[0].distance for n in range(13)])
+    best, _, again = run_minimize(model, batch, keep_best=True, **how)
+    assert iterates.argmin(0).tolist() == [0, 12]
+    torch.testing.assert_close(best.distance, iterates.min(0).values, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(best.distance, again, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(best.embeddings[:1], vectors)
+
+
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_minimize_learns_labels_as_distributions(load, keep_best):
+    model = load("bert", labels=3)
+    batch = batch_of(model, sentences((4, 6), 1), [2, 0])
+    rng = torch.Generator().manual_seed(0)
+    start = truth(model, batch)[0].expand(2, -1, -1, -1)
+    found, _, again = run_minimize(
+        model, batch, start=start, fixed=batch.mask, labels=torch.randn(2, 2, 3, generator=rng), learn_labels=True,
+        steps=80, learning_rate=0.2, keep_best=keep_best,
+    )  # fmt: skip
+    torch.testing.assert_close(found.labels.sum(-1), torch.ones(2, 2))
+    torch.testing.assert_close(found.distance, again, rtol=1e-3, atol=1e-5)
+    assert found.labels.argmax(-1).tolist() == [[2, 0], [2, 0]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sgd_change_is_read_as_a_gradient_and_others_are_refused(load, family):
+    model = load(family)
+    batch = batch_of(model, sentences((4, 6), 1))
+    gradient = seen_of(Client(model), batch)
+    seen = seen_of(Client(model, LocalTraining("sgd", 0.5)), batch)
+    for name, value in as_gradient(seen).items():
+        torch.testing.assert_close(value, gradient.tensors[name], rtol=1e-3, atol=1e-5)
+    slow = seen_of(Client(doubled(model), LocalTraining("sgd", 1e-9, epochs=3, minibatch=1)), batch)
+    for name, value in as_gradient(slow).items():  # 6 steps, each of one of the two sentences
+        torch.testing.assert_close(value.float(), gradient.tensors[name], rtol=1e-3, atol=1e-5)
+    for training, given in (
+        (LocalTraining("adamw"), Given()),
+        (LocalTraining("sgd"), Given(training=False)),
+        (LocalTraining("sgd"), Given(batch_size=False)),
+    ):
+        with pytest.raises(NotSupportedError, match="of AdamW or of unknown training"):
+            as_gradient(seen_of(Client(model, training), batch, given=given))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_word_table_is_left_out_and_nothing_else(load, family):
+    model = load(family)
+    seen = seen_of(Client(model), batch_of(model, sentences((4,), 1)))
+    hidden = word_gradient_hidden(seen)
+    assert hidden == model.group("word")
+    assert set(without(seen, hidden).tensors) == set(model.parameters()) - set(hidden)
+    with pytest.raises(NotSupportedError, match="nothing to match"):
+        without(seen_of(Client(model), batch_of(model, ["river"]), "word"), hidden)
+
+
+def test_nearest_tokens_are_by_angle_and_never_forbidden(load):
+    table = load("bert").word_vectors()
+    ids = torch.tensor([[5, 9, 30], [2, 2, 60]])
+    scaled = table[ids] * torch.tensor([0.01, 1.0, 50.0])[None, :, None]
+    assert torch.equal(nearest_tokens(scaled, table), ids)
+    assert not set(nearest_tokens(scaled, table, [2, 9]).flatten().tolist()) & {2, 9}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layout_shows_what_is_known(load, family):
+    model = load(family)
+    batch = batch_of(model, sentences((3, 6), 1))
+    seen = seen_of(Client(model), batch, given=Given(lengths=True))
+    known = layout(seen, assumed_length=9)
+    assert torch.equal(known.mask, batch.mask)
+    assert torch.equal(known.ids[known.fixed], batch.ids[known.fixed])
+    assert int(known.fixed.sum()) == 2 * len(model.special.prefix + model.special.suffix)
+    assert list(map(list, known.sequences(batch.ids))) == batch.sequences()
+    blind = seen_of(Client(model), batch)
+    longest = int(batch.mask.sum(1).max()) if family != "llama" else None
+    assert longest_position(blind) == longest, "the position table's gradient ends at the longest sentence"
+    assert layout(blind, assumed_length=9).mask.sum(1).tolist() == [longest or 9] * 2
+    hidden = replace(blind, tensors={"0.q": blind.role(0, "q")[0]}, views={})
+    assert layout(hidden, assumed_length=9).mask.sum(1).tolist() == [9, 9]
+    assert int(layout(hidden, assumed_length=9).fixed.sum()) == 2 * len(model.special.prefix)
