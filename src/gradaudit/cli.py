@@ -42,13 +42,13 @@ def demo(
     from gradaudit.demo import run_demo
     from gradaudit.metrics.summary import summarize
     from gradaudit.report.render import render
-    from gradaudit.terminal import compared, progress_bars, summary_table
+    from gradaudit.terminal import compared, legend, progress_bars, summary_tables
 
     place = pick_device(device)
     err.print(
-        "[bold]gradaudit demo[/bold]: MiniLM-L6 (real weights) takes one fine-tuning step on 4 private sentences;"
+        "[bold]gradaudit demo[/bold]: MiniLM-L6 (real weights) takes one fine-tuning step on 4 private sentences. "
+        "The server that gets the update tries to read them back.\n"
     )
-    err.print("an honest-but-curious server sees the update and tries to read them back.\n")
     with progress_bars(err):
         done = run_demo(folder, place)
     report = render(folder, show_text=True)  # the demo's sentences are invented and public
@@ -58,9 +58,10 @@ def demo(
     out.print(f"\n[bold]What '{best.attack}' read out of the update[/bold] ({escape(best.setting)})\n")
     for line in compared(best, texts, sorted(order[:3])):
         out.print(line)
-    out.print("[green]right place[/green]  [yellow]~wrong place~[/yellow]  [red][[wrong][/red]\n")
+    out.print(legend())
     summaries = summarize(done.records)
-    out.print(summary_table(summaries, "gradaudit demo: minilm, 4 sentences, one gradient each"))
+    for table in summary_tables(summaries):
+        out.print(table)
     out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict(summaries, done.records))}\n")
     out.print(f"report   {report}\nrecords  {folder / 'records.jsonl'}\nupdate   {folder / 'update'}")
 
@@ -83,7 +84,7 @@ def run(
     from gradaudit.metrics.summary import summarize
     from gradaudit.progress import step
     from gradaudit.report.render import render
-    from gradaudit.terminal import progress_bars, summary_table
+    from gradaudit.terminal import progress_bars, summary_tables
     from gradaudit.thresholds import parse
 
     limits = parse(fail_on)
@@ -109,7 +110,9 @@ def run(
     if as_json:
         _print_json(_summary_line(summary))
     else:
-        out.print(summary_table([summary], f"{ready.model.spec.title}, {ready.rows.where}"))
+        for table in summary_tables([summary]):
+            out.print(table)
+        out.print(f"{escape(ready.model.spec.title)}, {escape(ready.rows.where)}")
         out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict([summary], records))}\n\nreport   {report}")
         for problem in sorted({r.error for r in records if r.error}):
             err.print(f"[yellow]failed:[/yellow] {escape(problem)}")

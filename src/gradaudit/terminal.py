@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +19,7 @@ SCORE_TITLES = {
     "rouge1": "R-1",
     "rouge2": "R-2",
     "rougeL": "R-L",
-    "token_accuracy": "tokens",
+    "token_accuracy": "tok",
     "exact": "exact",
 }
 _STYLES: dict[Mark, str] = {"right": "green", "misplaced": "yellow", "wrong": "red", "missing": "dim"}
@@ -57,7 +58,7 @@ def progress_bars(console: Console, quiet: bool = False) -> Iterator[None]:
             yield
 
 
-def _cell(value: Interval, worst: bool = False) -> str:
+def _cell(value: Interval) -> str:
     if value.mean is None:
         return "-"
     if value.low is None or value.high is None or value.low == value.high:
@@ -65,31 +66,51 @@ def _cell(value: Interval, worst: bool = False) -> str:
     return f"{value.mean:.1f} [dim]({value.low:.0f}-{value.high:.0f})[/dim]"
 
 
-def summary_table(summaries: Sequence[Summary], title: str) -> Table:
-    """Return the table of a run: scores with intervals, the blind baseline beside them, seconds, failures."""
-    table = Table(title=title, title_justify="left", caption="0 to 100; blind: the best guess without any gradient; "
-                  "interval: 95%, bootstrap over batches", caption_justify="left")  # fmt: skip
-    table.add_column("setting")
-    table.add_column("attack")
-    for name in SCORE_TITLES.values():
-        table.add_column(name, justify="right")
-    table.add_column("blind R-L", justify="right")
-    table.add_column("sensitive", justify="right")
-    table.add_column("n", justify="right")
-    table.add_column("failed", justify="right")
-    table.add_column("s/batch", justify="right")
+def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
+    """Return one table a setting: scores with intervals, the blind baseline beside them, seconds, failures."""
+    tables: dict[str, Table] = {}
     for row in summaries:
-        table.add_row(
-            row.setting,
-            row.attack,
+        if row.setting not in tables:
+            tables[row.setting] = _empty_table(row)
+        failed = f" ({row.failed} failed)" if row.failed else ""
+        tables[row.setting].add_row(
+            row.attack + failed,
             *(_cell(row.scores[name]) for name in SCORE_TITLES),
             _cell(row.baseline["rougeL"]),
             "-" if row.sensitive is None else _cell(row.sensitive),
-            str(row.n),
-            str(row.failed),
             f"{row.seconds:.1f}",
         )
+    return list(tables.values())
+
+
+def _empty_table(row: Summary) -> Table:
+    batches = f"{row.n} batch{'es' * (row.n > 1)}"
+    interval = "; in brackets the 95% interval over batches" if row.n > 1 else ""
+    table = Table(
+        title=f"[bold]{escape(row.setting)}[/bold], {batches}",
+        title_justify="left",
+        title_style="",
+        caption=f"0 to 100; blind: ROUGE-L without any gradient; names: names and numbers found{interval}\n",
+        caption_justify="left",
+    )
+    table.add_column("attack")
+    for name in (*SCORE_TITLES.values(), "blind", "names", "s"):
+        table.add_column(name, justify="right")
     return table
+
+
+def legend() -> Text:
+    """Return what the colors and shapes of `compared` mean."""
+    marks: tuple[tuple[Mark, str], ...] = (
+        ("right", "right place"),
+        ("misplaced", "right word, wrong place"),
+        ("wrong", "wrong"),
+    )
+    line = Text()
+    for mark, meaning in marks:
+        before, after = _SHAPES[mark]
+        line.append(f"{before}{meaning}{after}   ", style=_STYLES[mark])
+    return line + Text("\n")
 
 
 def compared(record: Record, texts: Texts, sentences: Sequence[int]) -> list[Text]:

@@ -97,7 +97,7 @@ class TransformersModel(TextModel):
         self.first_position_row = int(self.family.position_ids(probe)[0])
         self.max_length = int(config.max_position_embeddings) - self.first_position_row
         self.special = self._special_tokens()
-        self._parameters = dict(module.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(module.named_parameters())
         self._fingerprint: str | None = None
 
     # parameters and roles
