@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 
+import tiny_models
 from gradaudit.models.transformers import TransformersModel
 
 torch.set_num_threads(1)

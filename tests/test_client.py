@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, sentences
 
 from gradaudit.client import Client
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining
+from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, sentences
 
 
 def update_of(client: Client, batch: Batch, seed: int = 0):

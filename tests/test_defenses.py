@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 from scipy.stats import kstest
-from tiny_models import batch_of, seen_of, sentences
 
 from gradaudit.client import Client
 from gradaudit.defenses.base import UpdateDefense
@@ -16,6 +15,7 @@ from gradaudit.errors import BadInputError
 from gradaudit.registry import build, known
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining
+from tiny_models import batch_of, seen_of, sentences
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, batch_of, seen_of, sentences
 
 from gradaudit.client import Client
 from gradaudit.leakage.labels import analytic_label, single_label
 from gradaudit.types import Given, LocalTraining
+from tiny_models import FAMILIES, batch_of, seen_of, sentences
 
 
 def closed_form(classes: int, label: int, scale: float, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

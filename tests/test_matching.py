@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, seen_of, sentences
 from torch import Tensor
 
 from gradaudit.client import Client
@@ -23,6 +22,7 @@ from gradaudit.leakage.matching import (
     word_gradient_hidden,
 )
 from gradaudit.types import Given, LocalTraining
+from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, seen_of, sentences
 
 
 def plain_squared(p: list[Tensor], o: list[Tensor], l1: float) -> Tensor:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
-from tiny_models import WORDS, batch_of
 
 from gradaudit.judge import judge, sentence
 from gradaudit.metrics.align import assign
@@ -29,6 +28,7 @@ from gradaudit.metrics.text import (
 )
 from gradaudit.record import Record
 from gradaudit.types import Reconstruction
+from tiny_models import WORDS, batch_of
 
 words = st.sampled_from(["red", "blue", "sea", "Sun", ".", "7"])
 texts = st.lists(words, max_size=7).map(" ".join)

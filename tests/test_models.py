@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.base import ROLES, ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.types import Batch
 from tiny_models import (
     DEPTH,
     ENCODERS,
@@ -17,12 +23,6 @@ from tiny_models import (
     sentences,
     tiny,
 )
-from torch import Tensor, nn
-
-from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.models.base import ROLES, ModelSpec
-from gradaudit.models.zoo import load_model
-from gradaudit.types import Batch
 
 PATHS = {
     "bert": ("bert.encoder.layer.{}", "attention.self.query attention.self.key attention.self.value "

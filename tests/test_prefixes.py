@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import DECODERS, hidden_states
 
 from gradaudit.leakage.prefixes import extension_residuals, prefix_residuals
 from gradaudit.leakage.subspace import Span
+from tiny_models import DECODERS, hidden_states
 
 
 @pytest.mark.parametrize("layer", [1, 2])

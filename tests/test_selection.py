@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import DEPTH, FAMILIES, WIDTH, batch_of, seen_of, sentences
 
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError
 from gradaudit.selection import Selection
+from tiny_models import DEPTH, FAMILIES, WIDTH, batch_of, seen_of, sentences
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import DECODERS, DEPTH, FAMILIES, SETTINGS, WIDTH, batch_of, seen_of, sentences
 from torch import Tensor
 
 from gradaudit.client import Client
@@ -23,6 +22,7 @@ from gradaudit.leakage.subspace import (
     stack,
     tolerance_rank,
 )
+from tiny_models import DECODERS, DEPTH, FAMILIES, SETTINGS, WIDTH, batch_of, seen_of, sentences
 
 EPS = torch.finfo(torch.float32).eps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -173,7 +174,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
             shape=shape,
         ),
         error=error,
-        knowledge={"selection": seen.selection, "update": seen.kind} | seen.knowledge.given(),
+        knowledge=json.loads(json.dumps({"selection": seen.selection, "update": seen.kind} | seen.knowledge.given())),
         sensitive=verdict.sensitive if verdict is not None else (None if baseline.sensitive is None else 0.0),
         sensitive_baseline=baseline.sensitive,
         certificates=_count(verdict),

@@ -127,7 +127,7 @@ def _write(
     labels = int(model.config.num_labels) if task == "classification" else 1
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
     try:
-        model.save_pretrained(folder / MODEL, state_dict=before)
+        model.save_pretrained(folder / MODEL, state_dict=dict(before))
         tokenizer.save_pretrained(folder / MODEL)
     except OSError as error:
         raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None

@@ -41,7 +41,8 @@ class Dager(Attack):
 
     Decoders grow prefixes token by token; encoders try the products of the tokens accepted at each position,
     shortest sentence first. Exact while dropout is off and tokens stay below the width; encoder batches grow
-    combinatorially. With `rank`, `threshold` and `roles` at "paper", "paper" and ("q",) it is the published method.
+    combinatorially. With a next-token loss the last token of a sentence has no gradient in any block (nothing attends
+    to it and nothing is predicted from it), so each sentence comes back without it. With `rank`, `threshold` and `roles` at "paper", "paper" and ("q",) it is the published method.
     """
 
     name: ClassVar[str] = "dager"
@@ -114,6 +115,9 @@ class _Search:
         self.model = self.seen.model
         self.check = VocabularyCheck(self.model.first_input_parts(), self.first)
         self.size = self.seen.knowledge.batch_size
+        special = self.model.special
+        never = sorted(special.ids - {*special.prefix, *special.suffix})
+        self.never = torch.tensor(never, dtype=torch.long, device=self.first.basis.device)
         self.longest = min(self.attack.max_length, self.model.max_length)
 
     # tokens
@@ -127,7 +131,8 @@ class _Search:
         limit = self.attack.token_tolerance
         if self.attack.threshold == "gap":
             limit = cut_by_gap(near.residuals, _ROUNDING, _UNRELATED)
-        return near.below(limit).ids
+        ids = near.below(limit).ids
+        return ids[~torch.isin(ids, self.never)]
 
     def accepted(self, residuals: Tensor) -> Tensor:
         """Return which block-1 residuals are inside."""

@@ -41,12 +41,15 @@ class Span:
     def residual(self, rows: Tensor) -> Tensor:
         """Return the distance of each unit-normed row from the span, 0 (inside) to 1 (orthogonal).
 
+        A zero row (the padding token of some models) counts 1: it would lie inside every span and says nothing.
+
         Args:
             rows: [..., d]; computed in the rows' own dtype, so float32 rows have a floor near 1e-6.
         """
         basis = self.basis.to(rows.dtype)
         unit = torch.nn.functional.normalize(rows, dim=-1)
         distance: Tensor = torch.linalg.vector_norm(unit - (unit @ basis) @ basis.T, dim=-1)
+        distance = torch.where(unit.any(-1), distance, torch.ones_like(distance))
         return distance
 
 
@@ -207,6 +210,7 @@ class VocabularyCheck:
         inside = torch.linalg.vecdot(along, along)
         tiny = torch.finfo(square.dtype).tiny
         residual: Tensor = ((square - inside).clamp_min(0) / square.clamp_min(tiny)).sqrt()
+        residual = torch.where(square > tiny, residual, torch.ones_like(residual))
         return residual
 
 

@@ -1,0 +1,225 @@
+"""Case -> Record on tiny models: provenance, failures as records, resume, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+import tiny_models
+from gradaudit import audit, registry
+from gradaudit.attacks.base import Attack
+from gradaudit.case import parse_case
+from gradaudit.errors import BadInputError, MissingKnowledgeError
+from gradaudit.record import Record, Texts, read_lines
+from gradaudit.types import Observation, Reconstruction
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = tiny_models.sentences([4, 3, 5, 4, 3, 5], seed=3, distinct=False)
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\n" + "".join(f"{t},{i % 2}\n" for i, t in enumerate(rows)), encoding="utf8")
+    return path
+
+
+def make(folders, rows: Path, family: str = "llama", **over) -> audit.Prepared:
+    case = {
+        "model": f"random:{folders[family]}",
+        "data": {"path": str(rows), "label": "label", "batch_size": 2, "batches": 3},
+        "attack": {"name": "dager"},
+    }
+    for key, value in over.items():
+        case[key] = case.get(key, {}) | value if isinstance(value, dict) else value
+    return audit.prepare(parse_case(case), Path.cwd(), CPU)
+
+
+def test_a_record_says_how_it_came_about(folders, data: Path, tmp_path: Path):
+    ready = make(folders, data, metrics={"published": ["max-with-replacement"]})
+    records = list(audit.run(ready, tmp_path / "out"))
+    assert [r.batch for r in records] == [0, 1, 2]
+    first = records[0]
+    assert first.error is None
+    assert first.scores["exact"] == 100.0  # tiny, dropout off, below the width: theory says exact
+    assert first.load == pytest.approx(first.tokens / tiny_models.WIDTH)
+    assert first.knowledge["batch_size"] == 2
+    assert "lengths" not in first.knowledge
+    assert "labels" not in first.knowledge
+    assert first.spectrum is not None
+    assert first.spectrum.rank <= first.tokens
+    assert first.diagnosis is not None
+    assert first.diagnosis.verdict == "solved"
+    assert first.diagnosis.truth == pytest.approx(0.0, abs=1e-5)
+    assert first.share_of_parameters == 1.0
+    assert "random-weights" in first.flags
+    assert set(first.published) == {"max-with-replacement", "max-with-replacement (blind)"}
+    info = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert info["model"]["random_weights"]
+    assert info["case"] == first.case
+    assert len(info["data"]["sha256"]) == 64
+
+
+def test_records_hold_no_text_and_texts_are_private(folders, data: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    list(audit.run(make(folders, data), out))
+    records = (out / "records.jsonl").read_text()
+    texts = list(read_lines(out / "texts.jsonl", Texts))
+    words = {w for t in texts for s in t.original_words for w in s if len(w) > 3}
+    assert words
+    assert not [w for w in words if w in records]
+    assert (out / "texts.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_running_again_goes_on_and_repeats_nothing(folders, data: Path, tmp_path: Path):
+    out, ready = tmp_path / "out", make(folders, data)
+    some = audit.run(ready, out)
+    next(some)
+    some.close()
+    kept = (out / "records.jsonl").read_bytes()
+    with open(out / "records.jsonl", "ab") as file:
+        file.write(b'{"case": "cut sho')  # as a kill in the middle of a write leaves it
+    records = list(audit.run(ready, out))
+    assert len(records) == 3
+    assert (out / "records.jsonl").read_bytes().startswith(kept)
+    assert len(list(read_lines(out / "records.jsonl", Record))) == 3
+    whole = list(audit.run(ready, tmp_path / "again"))
+    for a, b in zip(records, whole, strict=True):
+        assert a.model_dump(exclude={"seconds"}) == b.model_dump(exclude={"seconds"})
+
+
+def test_a_folder_of_another_case_is_refused(folders, data: Path, tmp_path: Path):
+    list(audit.run(make(folders, data), tmp_path / "out"))
+    with pytest.raises(BadInputError, match="another case"):
+        list(audit.run(make(folders, data, seed=1), tmp_path / "out"))
+
+
+def test_an_attack_that_breaks_is_a_record_and_the_others_go_on(folders, data: Path, tmp_path: Path, monkeypatch):
+    @dataclass(frozen=True)
+    class Brittle(Attack):
+        """Break on the second batch."""
+
+        name: ClassVar[str] = "brittle"
+        source: ClassVar[str] = "test"
+
+        def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+            if len(list(read_lines(tmp_path / "out" / "records.jsonl", Record))) == 1:
+                raise ValueError("something broke\nwith a second line")
+            return Reconstruction(sequences=())
+
+    monkeypatch.setitem(registry._entries["attack"], "brittle", Brittle)
+    records = list(audit.run(make(folders, data, attack={"name": "brittle"}), tmp_path / "out"))
+    assert [r.error for r in records] == [None, "ValueError: something broke", None]
+    assert records[1].scores["rougeL"] == 0.0
+    assert records[1].baseline["rougeL"] is not None
+    from gradaudit.metrics.summary import summarize
+
+    summary = summarize(records)[0]
+    assert (summary.n, summary.failed) == (3, 1)
+    assert summary.scores["rougeL"].n == 3  # the failure is in the mean, as 0
+
+
+def test_flags_name_what_was_done(folders, data: Path, tmp_path: Path):
+    ready = make(folders, data, "bert", client={"dropout": True}, defense=[{"name": "gaussian", "sigma": 0.1}])
+    record, _ = audit.audit_batch(ready, 0)
+    assert {"dropout-not-modeled", "defense-not-modeled", "word-rows-shared"} <= set(record.flags)
+    assert record.knowledge["defenses"] == [{"name": "gaussian", "sigma": 0.1}]
+    quiet, _ = audit.audit_batch(make(folders, data, "bert", selection={"tensors": "0-1:q,k,v"}), 0)
+    assert not {"dropout-not-modeled", "defense-not-modeled", "word-rows-shared"} & set(quiet.flags)
+    assert quiet.share_of_parameters < 0.5
+
+
+def test_what_is_not_given_is_not_there(folders, data: Path):
+    ready = make(folders, data, knowledge={"batch_size": False, "training": False, "dropout": False, "defenses": False})
+    record, _ = audit.audit_batch(ready, 0)
+    assert set(record.knowledge) == {"selection", "update"}
+
+
+def test_missing_knowledge_is_said_before_anything_runs(folders, data: Path):
+    with pytest.raises(MissingKnowledgeError, match="batch_size"):
+        make(folders, data, attack={"name": "tag"}, knowledge={"batch_size": False})
+
+
+def test_a_selection_of_frozen_parameters_is_refused(folders, data: Path):
+    with pytest.raises(BadInputError, match="only frozen"):
+        make(folders, data, client={"freeze": ["embeddings"]}, selection={"tensors": "embeddings"})
+
+
+def test_classification_needs_a_label_column(folders, data: Path):
+    with pytest.raises(BadInputError, match="label"):
+        make(folders, data, data={"label": None})
+
+
+def test_causal_lm_needs_no_label_and_loses_the_last_token(folders, data: Path):
+    record, texts = audit.audit_batch(make(folders, data, data={"label": None}, task="causal-lm"), 0)
+    assert record.error is None
+    # nothing is predicted from a sentence's last token and nothing attends to it: theory forbids finding it
+    assert [words[:-1] for words in texts.original_words] == list(texts.recovered_words)
+
+
+def test_a_long_text_is_cut_and_flagged(folders, tmp_path: Path):
+    path = tmp_path / "long.csv"
+    path.write_text("text,label\n" + " ".join(tiny_models.WORDS[:90]) + ",1\nriver stone,0\n", encoding="utf8")
+    record, _ = audit.audit_batch(make(folders, path, data={"batch_size": 1, "batches": 1}), 0)
+    assert "truncated" in record.flags
+    assert record.tokens == tiny_models.LONGEST
+
+
+def test_a_full_disk_loses_nothing(folders, data: Path, tmp_path: Path, monkeypatch):
+    ready, out = make(folders, data), tmp_path / "out"
+    real = os.write
+
+    def full(handle: int, data: bytes) -> int:
+        if b'"batch":1' in data:
+            raise OSError(28, "No space left on device")
+        return real(handle, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(BadInputError, match=r"No space left.*kept"):
+        list(audit.run(ready, out))
+    assert [r.batch for r in read_lines(out / "records.jsonl", Record)] == [0]
+
+
+def test_kill_minus_nine_in_mid_run_then_resume(folders, data: Path, tmp_path: Path):
+    case = tmp_path / "case.toml"
+    case.write_text(
+        f'model = "random:{folders["bert"]}"\n[data]\npath = "{data}"\nlabel = "label"\nbatch_size = 1\nbatches = 6\n'
+        '[attack]\nname = "tag"\nsteps = 150\n',
+        encoding="utf8",
+    )
+    command = [sys.executable, "-m", "gradaudit", "run", str(case), "--out", str(tmp_path / "out"), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    records = tmp_path / "out" / "records.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (records.exists() and records.read_bytes().count(b"\n") >= 2):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = records.read_bytes().rpartition(b"\n")[0]
+    assert 2 <= before.count(b"\n") + 1 < 6
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["batch"] for line in lines[:-1]] == list(range(6))
+    assert lines[-1]["summary"] is True
+    assert lines[-1]["n"] == 6
+    assert records.read_bytes().startswith(before)
+
+
+def test_the_device_is_named_or_refused():
+    assert audit.pick_device("cpu").type == "cpu"
+    assert audit.pick_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(BadInputError, match="device"):
+        audit.pick_device("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(BadInputError, match="not there"):
+            audit.pick_device("cuda")
