@@ -1,0 +1,48 @@
+"""The demo, and the example of a user's own training, on the real MiniLM."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradaudit import demo
+from gradaudit.bundle import load_bundle
+from gradaudit.report.render import render
+
+pytestmark = pytest.mark.minilm
+EXAMPLE = Path(__file__).parent.parent / "examples" / "audit_my_training.py"
+
+
+def test_the_demo_shows_what_leaks(tmp_path: Path, monkeypatch):
+    # the same demo with a smaller matching budget, so that the test stays short
+    monkeypatch.setattr(demo, "ATTACKS", ({"name": "tag", "steps": 3}, *demo.ATTACKS[1:]))
+    done = demo.run_demo(tmp_path, torch.device("cpu"))
+    by = {(r.setting, r.attack): r for r in done.records}
+    assert {r.error for r in done.records} == {None}
+    assert by["dropout off", "dager"].scores["exact"] == 100.0
+    assert by["dropout on, embeddings frozen", "dager"].scores["exact"] == 0.0
+    assert all(r.batch_size == 4 for r in done.records)
+    report = render(tmp_path, show_text=True).read_text()
+    assert "insulin" in report
+    assert "insulin" not in render(tmp_path).read_text()
+    assert len(report.encode()) < 1_000_000
+    again = demo.run_demo(tmp_path, torch.device("cpu"))
+    assert [r.model_dump() for r in again.records] == [r.model_dump() for r in done.records]
+    back = load_bundle(tmp_path / "update")
+    assert back.manifest.model.name == "minilm"
+    assert back.manifest.knowledge["dropout"] == pytest.approx(0.1)
+
+
+def test_the_example_recovers_the_messages_from_both_loops(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--out", str(tmp_path)])
+    found = runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
+    loops = printed.split("Trainer:")
+    assert len(loops) == 2
+    for loop in loops:
+        for message in found["MESSAGES"]:
+            assert message.lower() in loop
