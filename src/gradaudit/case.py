@@ -83,6 +83,17 @@ class MetricsTable(_Table):
         return value
 
 
+class PublishedTable(_Table):
+    """[published]: a paper's own numbers for this setting, for the tables in benchmarks/."""
+
+    source: str = Field(description="paper, table, model, and how it scored")
+    rouge1: float | None = Field(default=None, description="ROUGE-1 F1, 0 to 100")
+    rouge2: float | None = Field(default=None, description="ROUGE-2 F1, 0 to 100")
+    rougeL: float | None = Field(default=None, description="ROUGE-L F1, 0 to 100")  # noqa: N815 - the field's name
+    seconds: float | None = Field(default=None, description="seconds a batch")
+    note: str = Field(default="", description="why ours may differ")
+
+
 class Case(_Table):
     """One setting of one attack on one model and data set. Machine matters (device, jobs) are not in it."""
 
@@ -98,6 +109,7 @@ class Case(_Table):
     defense: tuple[dict[str, Any], ...] = Field(default=(), description="[[defense]] tables, in order")
     attack: dict[str, Any] = Field(description="[attack]: name and fields")
     metrics: MetricsTable = MetricsTable()
+    published: PublishedTable | None = Field(default=None, description="what a paper reports for it; not in the hash")
 
     @model_validator(mode="after")
     def _buildable(self) -> Case:
@@ -123,7 +135,9 @@ class Case(_Table):
 
     def content_hash(self) -> str:
         """Return 16 hex digits that change with anything that can change the result."""
-        text = json.dumps(self.resolved(), sort_keys=True, separators=(",", ":"))
+        data = self.resolved()
+        del data["published"]  # another paper's numbers change nothing in ours
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def setting(self) -> str:

@@ -42,7 +42,8 @@ class Dager(Attack):
     Decoders grow prefixes token by token; encoders try the products of the tokens accepted at each position,
     shortest sentence first. Exact while dropout is off and tokens stay below the width; encoder batches grow
     combinatorially. With a next-token loss the last token of a sentence has no gradient in any block (nothing attends
-    to it and nothing is predicted from it), so each sentence comes back without it. With `rank`, `threshold` and `roles` at "paper", "paper" and ("q",) it is the published method.
+    to it and nothing is predicted from it), so each sentence comes back without it. With `rank`, `threshold` and
+    `roles` at "paper", "paper" and ("q",) it is the published method.
     """
 
     name: ClassVar[str] = "dager"
