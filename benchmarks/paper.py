@@ -73,7 +73,8 @@ def section(path: Path, case: Case, info: RunInfo, records: list[Record]) -> str
         f"## {path.stem}",
         "",
         f"{info.model['title']} (d = {info.model['width']}), {Path(info.data['where']).name}, {summary.n} "
-        f"batches of {case.data.batch_size}, {next(iter(info.settings.values()))}. Load b/d {min(loads):.2f} to {max(loads):.2f}. "
+        f"batches of {case.data.batch_size}, {next(iter(info.settings.values()))}. "
+        f"Load b/d {min(loads):.2f} to {max(loads):.2f}. "
         f"Failed batches: {summary.failed} (counted 0). Given to the attacker: "
         + ", ".join(k for k in records[0].knowledge if k not in ("selection", "update"))
         + f". Tensors: {case.selection.tensors}.",
