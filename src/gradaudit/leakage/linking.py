@@ -1,0 +1,114 @@
+"""From decoded tokens to sentences: the attention gradients say who attends to whom.
+
+With X [b, d] known and of full rank, the gradient of W_q gives every query's signal D_q = dW_q X^+ (likewise keys), and
+delta_q(i) = sum_j S_ij k_j per head, where S is zero outside a sentence. So the support of delta_q(i) in the keys, the
+same for all heads, is the sentence of token i: sparse subspace clustering with a joint support. Attention dropout
+changes S, not its support.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def signals(gradient: Tensor, rows: Tensor) -> Tensor:
+    """Return [b, out], the back-propagated signal of each row at a linear map's output.
+
+    Args:
+        gradient: [out, d] of the map's weight; its rows lie in the span of `rows`.
+        rows: [b, d] inputs, linearly independent.
+    """
+    return (gradient @ torch.linalg.pinv(rows)).T
+
+
+def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int = 20, ridge: float = 1e-4) -> Tensor:
+    """Return [b, b] weights: how much atom j takes part in explaining target i, over all heads together.
+
+    Reweighted minimum norm with one weight a pair (M-FOCUSS). A sentence has one token a position, so atoms at the
+    target's own position, but for the target's own, are left out.
+
+    Args:
+        targets: [b, H, h] signals by head.
+        atoms: [b, H, h] keys (or queries) by head.
+        positions: [b] position of each token.
+        steps: reweighting steps.
+        ridge: regularization relative to the mean diagonal.
+    """
+    count, _, size = atoms.shape
+    dictionary = atoms.permute(1, 2, 0)
+    identity = torch.eye(size, dtype=atoms.dtype, device=atoms.device)
+    own = torch.eye(count, dtype=torch.bool, device=atoms.device)
+    weights = ((positions[:, None] != positions[None]) | own).to(atoms.dtype)
+    unit = targets / targets.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None]
+    strength = atoms.norm(dim=2).mean(1)
+    outer = torch.einsum("hdb,heb->bhde", dictionary, dictionary).reshape(count, -1)
+    for _ in range(steps):
+        normal = (weights @ outer).view(count, -1, size, size)
+        diagonal = normal.diagonal(dim1=2, dim2=3).mean(2)
+        solved = torch.linalg.solve(normal + ridge * diagonal[:, :, None, None] * identity, unit.unsqueeze(3)).squeeze(
+            3
+        )
+        parts = weights[:, :, None] * torch.einsum("hdb,nhd->nbh", dictionary, solved)
+        weights = parts.norm(dim=2) * strength
+        weights = weights / weights.amax(1, keepdim=True).clamp_min(1e-300)
+    return weights
+
+
+def explained(targets: Tensor, atoms: Tensor, members: Tensor) -> Tensor:
+    """Return [n] the share of each member's signal that the members' own atoms leave unexplained, over all heads.
+
+    Zero says: nothing outside this set takes part. It says nothing once the set is as large as a head is wide.
+
+    Args:
+        targets: [b, H, h] signals.
+        atoms: [b, H, h] keys or queries.
+        members: [n] indices of the set.
+    """
+    dictionary = atoms[members].permute(1, 2, 0)
+    wanted = targets[members].permute(1, 2, 0)
+    fitted = dictionary @ torch.linalg.lstsq(dictionary, wanted, driver="gelsd").solution
+    whole = wanted.flatten(0, 1).norm(dim=0).clamp_min(1e-300)
+    left: Tensor = (wanted - fitted).flatten(0, 1).norm(dim=0) / whole
+    return left
+
+
+def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[list[int]]:
+    """Return the tokens of each sentence: the closest groups are joined first, never two tokens at one position.
+
+    Average-link agglomeration down to `sentences` groups, or until no two groups may be joined.
+
+    Args:
+        affinity: [b, b] symmetric, at least 0.
+        positions: position of each token.
+        sentences: number of sentences.
+    """
+    total = affinity.double().clone()
+    total.fill_diagonal_(0)
+    count = len(positions)
+    members: list[list[int]] = [[i] for i in range(count)]
+    place = torch.tensor(positions)
+    blocked = place[:, None] == place[None]
+    size = torch.ones(count, dtype=torch.double)
+    alive = count
+    while alive > sentences:
+        link = total / (size[:, None] * size[None])
+        link[blocked] = -1
+        best = int(link.argmax())
+        a, b = divmod(best, count)
+        if float(link[a, b]) < 0:
+            break
+        members[a] += members[b]
+        members[b] = []
+        total[a] += total[b]
+        total[:, a] = total[a]
+        total[a, a] = 0
+        size[a] += size[b]
+        blocked[a] |= blocked[b]
+        blocked[:, a] = blocked[a]
+        blocked[b] = True
+        blocked[:, b] = True
+        alive -= 1
+    return [sorted(m, key=lambda i: positions[i]) for m in members if m]

@@ -1,0 +1,193 @@
+"""The wall: no private batch reaches an attack, by imports, by types, or by any chain of references."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import SETTINGS, batch_of, seen_of, sentences
+
+import gradaudit
+import gradaudit.models.base
+from gradaudit.attacks.base import Attack
+from gradaudit.client import Client
+from gradaudit.registry import known
+from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, Reconstruction
+
+ROOT = Path(gradaudit.__file__).parent
+FILES = {
+    ".".join(("gradaudit", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+FORBIDDEN = ("client", "judge", "audit", "case", "data.source", "metrics", "defenses", "report", "record", "cli")
+"""What the attack's side may not import, at any depth."""
+MAY_JOIN = {"gradaudit.judge", "gradaudit.audit", "gradaudit.demo", "gradaudit.cli"}
+"""Modules that may see both a Batch and what an attack makes of it."""
+
+
+def names_for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every statement that may run: whole functions too, not what only type checkers read."""
+    for node in ast.iter_child_nodes(tree):
+        if names_for_types_only(node):
+            continue
+        yield node
+        yield from statements(node)
+
+
+def imported(path: Path, name: str) -> set[str]:
+    """Return the gradaudit modules that a file imports anywhere (inside functions as well)."""
+    found = set()
+    for node in statements(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {module for module in found if module in FILES}
+
+
+IMPORTS = {name: imported(path, name) for name, path in FILES.items()}
+
+
+def reach(start: str) -> set[str]:
+    found, todo = set(), [start]
+    while todo:
+        for module in IMPORTS[todo.pop()] - found:
+            found.add(module)
+            todo.append(module)
+    return found - {"gradaudit"}
+
+
+def side(*rooms: str) -> list[str]:
+    return sorted(name for name in FILES if name.split(".")[1:2] and name.split(".")[1] in rooms)
+
+
+def within(module: str, rooms: tuple[str, ...]) -> bool:
+    return any(module == f"gradaudit.{room}" or module.startswith(f"gradaudit.{room}.") for room in rooms)
+
+
+def test_the_import_reader_sees_what_is_there():
+    assert "gradaudit.client" in IMPORTS["gradaudit.judge"]
+    assert "gradaudit.leakage.subspace" in IMPORTS["gradaudit.attacks.dager"]
+    assert "gradaudit.models.base" not in IMPORTS["gradaudit.types"], "for type checkers only"
+    assert {"gradaudit.client", "gradaudit.data.source"} <= reach("gradaudit.audit")
+    assert len(side("attacks")) >= 5
+
+
+@pytest.mark.parametrize("module", side("attacks", "leakage"))
+def test_the_attack_side_imports_nothing_behind_the_wall(module):
+    assert not {m for m in reach(module) if within(m, FORBIDDEN)}
+
+
+@pytest.mark.parametrize("module", side("attacks"))
+def test_attacks_do_not_import_each_other(module):
+    others = {m for m in IMPORTS[module] if within(m, ("attacks",))}
+    assert others <= {"gradaudit.attacks", "gradaudit.attacks.base"}
+
+
+@pytest.mark.parametrize("module", side("models"))
+def test_models_know_neither_side(module):
+    assert not {m for m in reach(module) if within(m, ("attacks", "leakage", *FORBIDDEN))}
+
+
+@pytest.mark.parametrize("module", side("defenses", "metrics", "data"))
+def test_client_and_judge_rooms_import_no_attack(module):
+    assert not {m for m in reach(module) if within(m, ("attacks", "leakage"))}
+
+
+def mentions(name: str, word: str) -> bool:
+    tree = ast.parse(FILES[name].read_text(encoding="utf8"))
+    return any(word in (getattr(n, "id", None), getattr(n, "attr", None), getattr(n, "name", None))
+               for n in ast.walk(tree))  # fmt: skip
+
+
+def test_only_judge_and_audit_join_both_sides():
+    """No other module imports `Batch` and anything of an attack or of its result."""
+    for name in FILES:
+        if name == "gradaudit.types" or not mentions(name, "Batch"):
+            continue
+        both = mentions(name, "Reconstruction") or any(within(m, ("attacks", "leakage")) for m in IMPORTS[name])
+        assert not both or name in MAY_JOIN, name
+    assert mentions("gradaudit.client", "Batch")
+    assert not mentions("gradaudit.client", "Reconstruction")
+    assert all(not mentions(name, "Batch") for name in side("attacks", "leakage", "models"))
+
+
+def types_in(hint: object) -> Iterator[type]:
+    if isinstance(hint, type):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from types_in(part)
+
+
+def field_types(cls: type, seen: frozenset[type] = frozenset()) -> set[type]:
+    """Return every type a dataclass can hold, through the dataclasses in it."""
+    hints = typing.get_type_hints(cls, {**vars(gradaudit.models.base), **typing.__dict__, "Any": object})
+    found = {t for f in fields(cls) for t in types_in(hints[f.name])}
+    for inner in found - seen:
+        if is_dataclass(inner):
+            found |= field_types(inner, seen | found | {cls})
+    return found
+
+
+@pytest.mark.parametrize("cls", [Observation, Knowledge, Reconstruction])
+def test_no_field_could_hold_a_batch(cls):
+    reached = field_types(cls)
+    assert Batch not in reached
+    assert Client not in reached
+    if cls is Observation:
+        assert {Knowledge, LocalTraining} <= reached, "the walk goes through the fields"
+
+
+@pytest.mark.parametrize("name", sorted(known("attack")))
+def test_an_attack_is_called_with_what_was_seen_and_chance_alone(name):
+    cls = known("attack")[name]
+    assert list(inspect.signature(cls.run).parameters) == ["self", "seen", "rng"]
+    assert cls.__call__ is Attack.__call__, "the checks around run cannot be replaced"
+
+
+def everything_from(start: object) -> dict[int, object]:
+    """Return every object that can be reached from one, code and classes left out."""
+    code = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
+    found, todo = {id(start): start}, [start]
+    while todo:
+        for item in gc.get_referents(todo.pop()):
+            if id(item) not in found and not isinstance(item, code):
+                found[id(item)] = item
+                todo.append(item)
+    return found
+
+
+@pytest.mark.parametrize("training", [LocalTraining(), LocalTraining("sgd", 0.1, 2)], ids=["gradient", "delta"])
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_no_chain_of_references_leads_back_to_the_batch(load, family, task, training):
+    model = load(family, task)
+    secret = sentences((4, 6), 1)
+    batch = batch_of(model, secret)
+    seen = seen_of(Client(model, training, dropout=True), batch, given=Given(lengths=True))
+    reached = everything_from(seen)
+    private = [batch.ids, batch.mask, batch.texts, *secret, *([batch.labels] if batch.labels is not None else [])]
+    assert id(batch) not in reached
+    assert not [item for item in private if id(item) in reached]
+    storages = {item.untyped_storage().data_ptr() for item in private if isinstance(item, torch.Tensor)}
+    for item in reached.values():
+        assert not isinstance(item, (Batch, Client))
+        if isinstance(item, torch.Tensor):
+            assert item.untyped_storage().data_ptr() not in storages
+            assert item.grad_fn is None or not item.requires_grad, "a graph remembers its inputs"
+        if isinstance(item, str):
+            assert item not in secret
+    assert id(model.module) in reached, "the walk goes through the model"
+    assert any(t is seen.tensors[next(iter(seen.tensors))] for t in reached.values())
