@@ -19,12 +19,15 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "audit_my_training.py"
 
 def test_the_demo_shows_what_leaks(tmp_path: Path, monkeypatch):
     # the same demo with a smaller matching budget, so that the test stays short
-    monkeypatch.setattr(demo, "ATTACKS", ({"name": "tag", "steps": 3}, *demo.ATTACKS[1:]))
+    quick = {name: ({"name": "tag", "steps": 3}, *attacks[1:]) for name, attacks in demo.ATTACKS.items()}
+    monkeypatch.setattr(demo, "ATTACKS", quick)
     done = demo.run_demo(tmp_path, torch.device("cpu"))
     by = {(r.setting, r.attack): r for r in done.records}
     assert {r.error for r in done.records} == {None}
     assert by["dropout off", "dager"].scores["exact"] == 100.0
-    assert by["dropout on, embeddings frozen", "dager"].scores["exact"] == 0.0
+    assert by[demo.PRACTICAL, "dager"].scores["exact"] == 0.0
+    assert by[demo.PRACTICAL, "decode"].scores["exact"] == 100.0
+    assert by[demo.PRACTICAL, "decode"].certificates == {"proven": 4}
     assert all(r.batch_size == 4 for r in done.records)
     report = render(tmp_path, show_text=True).read_text()
     assert "insulin" in report

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import SETTINGS, batch_of, seen_of, sentences
 
 import gradaudit
 import gradaudit.models.base
@@ -21,6 +20,7 @@ from gradaudit.attacks.base import Attack
 from gradaudit.client import Client
 from gradaudit.registry import known
 from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, Reconstruction
+from tiny_models import SETTINGS, batch_of, seen_of, sentences
 
 ROOT = Path(gradaudit.__file__).parent
 FILES = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 import gradaudit
 from gradaudit.attacks.base import Attack
@@ -165,8 +166,11 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
             model=model,
             batch=batch,
             seen=seen,
-            found=found,
-            made={"dropout": update.dropout, "defenses": update.defenses},
+            made={
+                "dropout": update.dropout,
+                "defenses": update.defenses,
+                "steps": update.training.steps(len(batch.ids)),
+            },
             attack=attack,
             scores=scores,
             baseline=baseline.scores,
@@ -245,7 +249,17 @@ def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, R
         raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
     if not (out / INFO).exists():
         write_info(out, run_info(ready))
+    elif not shared and records and _data_of(out / INFO) not in (None, ready.rows.sha256):
+        raise BadInputError(f"the data has changed since {out} was begun; choose another --out")
     return {r.batch: r for r in records if r.case == mine}
+
+
+def _data_of(path: Path) -> str | None:
+    try:
+        found = RunInfo.model_validate_json(path.read_bytes()).data.get("sha256")
+    except (OSError, ValidationError):
+        return None
+    return str(found)
 
 
 def _drop_cut_line(path: Path) -> None:

@@ -43,6 +43,7 @@ def capture(
     tokenizer: Any,
     what: Literal["gradient", "delta"] = "gradient",
     training: LocalTraining | None = None,
+    sentences: int | None = None,
 ) -> Iterator[Capture]:
     """Write what one step of your own training would send, as a bundle that `gradaudit attack` reads.
 
@@ -63,6 +64,8 @@ def capture(
         tokenizer: the model's tokenizer.
         what: "gradient" (FedSGD), or "delta": the weight change over all steps of the block (FedAvg).
         training: for "delta", how the steps were made, when the attacker is to know it.
+        sentences: for "delta", how many sentences they were made on, when the attacker is to know it; for a gradient
+            they are counted (several passes over a batch would count it several times).
 
     Raises:
         BadInputError: no gradient appeared, more than one step in gradient mode, or the folder cannot be written.
@@ -97,7 +100,8 @@ def capture(
         for hook in hooks:
             hook.remove()
     tensors = _tensors(model, before, seen, what)
-    _write(model, Path(folder), tokenizer, task, before, tensors, seen, what, training)
+    size = (seen.sentences or None) if what == "gradient" else sentences
+    _write(model, Path(folder), tokenizer, task, before, tensors, seen, what, training, size)
 
 
 def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
@@ -123,6 +127,7 @@ def _write(
     seen: Capture,
     what: Literal["gradient", "delta"],
     training: LocalTraining | None,
+    size: int | None,
 ) -> None:
     labels = int(model.config.num_labels) if task == "classification" else 1
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
@@ -137,7 +142,7 @@ def _write(
     model.train(was_training)
     how = training or (LocalTraining() if what == "gradient" else None)
     update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
-    known = Knowledge(batch_size=seen.sentences or None, training=how, dropout=rate, defenses=())
+    known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
     weights = {n: before[n] for n in wrapped.parameters()}
     save_bundle(folder, wrapped, update, known, inside=True, fingerprint=wrapped.fingerprint_of(weights))
 

@@ -52,7 +52,8 @@ def demo(
     with progress_bars(err):
         done = run_demo(folder, place)
     report = render(folder, show_text=True)  # the demo's sentences are invented and public
-    best = max(done.records, key=lambda r: r.scores["rougeL"] or 0.0)
+    # the practical setting comes last: among equals it is the one to show
+    best = max(reversed(done.records), key=lambda r: r.scores["rougeL"] or 0.0)
     texts = done.texts[done.records.index(best)]
     order = sorted(range(len(best.sentences)), key=lambda i: -best.sentences[i].rougeL)
     out.print(f"\n[bold]What '{best.attack}' read out of the update[/bold] ({escape(best.setting)})\n")
@@ -276,6 +277,10 @@ def _summary_line(summary: Any) -> dict[str, Any]:
         data["intervals" if side == "scores" else "baseline_intervals"] = {
             name: [value["low"], value["high"]] for name, value in intervals.items()
         }
+    if data["sensitive"] is not None:
+        value = data["sensitive"]
+        data["intervals"]["sensitive"] = [value["low"], value["high"]]
+        data["sensitive"] = value["mean"]
     return data  # type: ignore[no-any-return]
 
 
@@ -302,7 +307,14 @@ def main() -> NoReturn:
             f"[red]error:[/red] {escape(problem.strerror or str(problem))}: {escape(str(problem.filename or ''))}"
         )
         code = ExitCode.BAD_INPUT
+    except MemoryError:
+        err.print("[red]error:[/red] not enough memory; see 'gradaudit check' for what a case needs")
+        code = ExitCode.BAD_INPUT
     except (KeyboardInterrupt, click.exceptions.Abort):
         err.print("interrupted")
+        code = ExitCode.INCONCLUSIVE
+    except Exception:  # a bug: say where, and never with the status of a crossed threshold
+        err.print_exception()
+        err.print("[red]this is a bug in gradaudit or in a plugin; nothing that was finished is lost[/red]")
         code = ExitCode.INCONCLUSIVE
     sys.exit(int(code or 0))

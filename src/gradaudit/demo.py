@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,15 +25,18 @@ from gradaudit.case import Case, parse_case
 from gradaudit.progress import step
 from gradaudit.record import Record, Texts, append_line, read_lines
 
-SETTINGS = {
-    "dropout off": {"dropout": False},
-    "dropout on, embeddings frozen": {"dropout": True, "freeze": ["embeddings"]},
+OFF, PRACTICAL = "dropout off", "dropout on, embeddings frozen"
+SETTINGS: dict[str, dict[str, Any]] = {
+    OFF: {"dropout": False},
+    PRACTICAL: {"dropout": True, "freeze": ["embeddings"]},
 }
-ATTACKS = (
-    # smaller budgets than the published ones, so that the demo ends in two minutes
-    {"name": "tag", "steps": 150},
-    {"name": "dager", "max_candidates": 30_000},
-)
+# smaller budgets than the published ones, so that the demo ends in two minutes
+TAG = {"name": "tag", "steps": 150}
+DAGER = {"name": "dager", "max_candidates": 30_000}
+ATTACKS: dict[str, tuple[dict[str, Any], ...]] = {
+    OFF: (TAG, DAGER),
+    PRACTICAL: (TAG, DAGER, {"name": "decode"}),
+}
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,11 @@ class Demo:
 
 
 def cases() -> list[Case]:
-    """Return the demo's cases: each setting with each attack, on the first four sentences of the embedded sample."""
+    """Return the demo's cases: each setting with its attacks, on the first four sentences of the embedded sample."""
     return [
         parse_case({"name": name, "client": client, "attack": attack, "data": {"batch_size": 4}})
         for name, client in SETTINGS.items()
-        for attack in ATTACKS
+        for attack in ATTACKS[name]
     ]
 
 

@@ -14,6 +14,7 @@ from gradaudit.client import Client
 from gradaudit.data.sensitive import spans
 from gradaudit.leakage.subspace import gap_rank, stack
 from gradaudit.metrics import text as metrics
+from gradaudit.metrics.rouge import has_bigram
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.record import Diagnosis, SentenceMarks, Spectrum
 from gradaudit.streams import stream
@@ -183,7 +184,6 @@ def flags(
     model: TransformersModel,
     batch: Batch,
     seen: Observation,
-    found: Reconstruction | None,
     made: Mapping[str, Any],
     attack: Any,
     scores: metrics.Scores,
@@ -194,7 +194,7 @@ def flags(
     """Return the names of all flags that hold for one batch (see `gradaudit.flags`).
 
     Args:
-        made: how the update was made: "dropout" rate and "defenses".
+        made: how the update was made: "dropout" rate, "defenses", local "steps".
         attack: the attack that was run.
     """
     raised = {
@@ -202,10 +202,10 @@ def flags(
         "truncated": batch.truncated > 0,
         "load-above-width": batch.tokens > model.width,
         "full-rank": shape is not None and shape.rank >= shape.width,
-        "short-references": any(len(metrics.split_words(model.decode(s))) < 2 for s in batch.sequences()),
+        "short-references": not all(has_bigram(model.decode(s)) for s in batch.sequences()),
         "dropout-not-modeled": made["dropout"] > 0 and not attack.models_dropout,
         "defense-not-modeled": bool(made["defenses"]) and not attack.models_defenses,
-        "delta-as-gradient": found is not None and bool(found.details.get("delta_as_gradient")),
+        "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not attack.exact_on_deltas,
         "word-rows-shared": any(v.parameter in model.group("word") for v in seen.views.values()),
         "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
         "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",

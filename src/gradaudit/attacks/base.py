@@ -26,6 +26,8 @@ class Attack(ABC):
     """True when the attack takes `knowledge.defenses` into account; otherwise a defended update gets a flag."""
     models_dropout: ClassVar[bool] = False
     """True when the attack reckons with dropout; otherwise an update made with dropout on gets a flag."""
+    exact_on_deltas: ClassVar[bool] = False
+    """True when a weight change of several steps is read as what it is; otherwise it gets a flag."""
 
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

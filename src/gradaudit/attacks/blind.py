@@ -25,6 +25,7 @@ class Blind(Attack):
     source: ClassVar[str] = "evaluation protocol: prior only, on the same batches"
     models_defenses: ClassVar[bool] = True
     models_dropout: ClassVar[bool] = True
+    exact_on_deltas: ClassVar[bool] = True
     length: int = hyper(
         10, "words a sentence when lengths are unknown", unit="tokens", source="a usual sentence of these data sets"
     )

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
+from gradaudit.errors import BadInputError
 from gradaudit.leakage.harness import match
 from gradaudit.leakage.matching import SquaredL2
 from gradaudit.registry import hyper, register
@@ -36,6 +37,12 @@ class Dlg(Attack):
         16, "sentence length when nothing tells it", unit="tokens", source="ours: the papers know lengths"
     )
     keep_best: bool = hyper(False, "return the best iterate instead of the last", source="the papers take the last")
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.restarts < 1 or self.assumed_length < 1:
+            raise BadInputError(
+                f"attack '{self.name}': steps must be at least 0, restarts and assumed_length at least 1"
+            )
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         return match(

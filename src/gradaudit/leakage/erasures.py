@@ -1,17 +1,21 @@
 """Decoding rows that dropout has masked: a code word with erasures, found again by robust regression.
 
-With dropout after the embedding LayerNorm (BERT, RoBERTa, MPNet), token (t, p) enters block 0 as m * x(t, p) / (1 - rate),
-m in {0, 1}^d. For a token of the batch there is a c with R c = x on the kept coordinates and R c = 0 on the dropped
-ones, where R [d, r] spans the gradient's row space. That is d equations in r unknowns of which every one holds: no
-other token meets them while r stays clearly below d. The dropped coordinates are outliers of the regression of x on
-R, so reweighted least squares finds c, as in decoding by linear programming (Candes and Tao, 2005).
+With dropout after the embedding LayerNorm (BERT, RoBERTa, MPNet), token (t, p) enters block 0 as
+m * x(t, p) / (1 - rate), m in {0, 1}^d. For a token of the batch there is a c with R c = x on the kept coordinates
+and R c = 0 on the dropped ones, where R [d, r] spans the gradient's row space: d equations in r unknowns, of which
+every one holds. No other token meets them while r stays clearly below d. The dropped coordinates are outliers of the
+regression of x on R, so reweighted least squares finds nearly all of the mask, as in decoding by linear programming
+(Candes and Tao, 2005); flipping coordinates while that brings the masked row nearer to the span finds the rest. What
+is left then is rounding: the test for membership is as sharp as without dropout.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 
 _SMALLEST = 1e-2
@@ -21,24 +25,18 @@ _POWER, _START, _FALL, _END = 1.8, 0.3, 0.78, 1e-3
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Decoded rows of some candidates.
+class Fit:
+    """Where reweighted least squares stands for some candidates.
 
     Args:
-        values: [n, d] R c, in the scale of x (without dropout's 1 / (1 - rate)).
-        kept: [n, d] bool, coordinates that were not dropped.
+        kept: [n, d] bool, coordinates read as not dropped.
         share: [n] share of coordinates explained: R c equals x or 0 there.
-        weights: [n, d] weights of the last step, to go on from.
+        weights: [n, d] weights to go on from.
     """
 
-    values: Tensor
     kept: Tensor
     share: Tensor
     weights: Tensor
-
-    def pick(self, index: Tensor) -> Rows:
-        """Return some of the rows."""
-        return Rows(self.values[index], self.kept[index], self.share[index], self.weights[index])
 
 
 def _solve(basis: Tensor, products: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
@@ -59,8 +57,15 @@ def outer_products(basis: Tensor) -> Tensor:
 
 
 def decode(
-    basis: Tensor, products: Tensor, rows: Tensor, *, start: Tensor | None, first: int, steps: int, tolerance: float
-) -> Rows:
+    basis: Tensor,
+    products: Tensor,
+    rows: Tensor,
+    *,
+    start: Tensor | None,
+    first: int,
+    steps: int,
+    tolerance: float = 0.02,
+) -> Fit:
     """Run some steps of reweighted least squares on every candidate at once.
 
     Args:
@@ -81,7 +86,9 @@ def decode(
         eps = max(_END, _START * _FALL**step)
         weights = 1 / (error**_POWER + eps**_POWER)
         weights = weights / weights.mean(1, keepdim=True)
-    return _explained(values, rows, scale, weights, tolerance)
+    off, zero = (values - rows).abs() / scale, values.abs() / scale
+    share = ((off < tolerance) | (zero < tolerance)).double().mean(1)
+    return Fit(off <= zero, share, weights)
 
 
 @torch.no_grad()
@@ -119,20 +126,29 @@ def refine(outside: Tensor, rows: Tensor, kept: Tensor, flips: int = 80) -> tupl
     return kept, left.norm(dim=1) / masked.norm(dim=1).clamp_min(1e-300)
 
 
-def _explained(values: Tensor, rows: Tensor, scale: Tensor, weights: Tensor, tolerance: float) -> Rows:
-    off, zero = (values - rows).abs() / scale, values.abs() / scale
-    share = ((off < tolerance) | (zero < tolerance)).double().mean(1)
-    return Rows(values, off <= zero, share, weights)
+def another_copy(basis: Tensor, row: Tensor, known: Tensor, rng: torch.Generator) -> Tensor | None:
+    """Return the mask of a further copy of a token, nearly right, by linear programming; None without a solution.
 
-
-def copy_start(dropped: Tensor, boost: float) -> Tensor:
-    """Return starting weights that look for another copy of a token: trust what the known copies have dropped.
-
-    Copies of one (token, position) have masks of their own. Every mixture of the known copies is wrong on coordinates
-    that one of them dropped, and another copy is right on nine of ten of those, so weight there tells them apart.
+    Copies of one (token, position) have masks of their own, and each is a corner of the polytope of all m with
+    0 <= m <= 1 and m * x in the span. Maximizing the sum of m over the coordinates that the known copies have dropped
+    (and a little over all others, at random) leads to a corner where those are kept: another copy.
 
     Args:
-        dropped: [n, d] how many known copies of each candidate dropped each coordinate.
-        boost: weight of those coordinates beside 1 for the others.
+        basis: [d, r].
+        row: [d] clean input x.
+        known: [k, d] bool, masks of the copies found so far.
+        rng: for the random part of the objective.
     """
-    return 1 + boost * dropped.clamp_max(1.0)
+    usable = (row.abs() > _SMALLEST).cpu().numpy()
+    matrix = (basis / row[:, None]).cpu().numpy()
+    noise = torch.rand(len(row), generator=rng, dtype=torch.double).numpy()
+    wanted = 0.2 + (~known).any(0).double().cpu().numpy()
+    inside = matrix[usable]
+    objective = -(wanted * (0.5 + noise))[usable] @ inside
+    bounds = np.concatenate([np.ones(len(inside)), np.zeros(len(inside))])
+    solved = linprog(
+        objective, A_ub=np.concatenate([inside, -inside]), b_ub=bounds, bounds=(None, None), method="highs"
+    )
+    if solved.x is None:
+        return None
+    return torch.from_numpy(matrix @ solved.x > 0.5).to(row.device)

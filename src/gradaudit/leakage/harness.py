@@ -80,7 +80,6 @@ def match(
     }
     how, notes = seen.knowledge.training, []
     if seen.kind == "delta" and how is not None and how.steps(len(frame.ids)) > 1:
-        details["delta_as_gradient"] = True
         notes.append(f"a weight change of {how.steps(len(frame.ids))} local steps was read as one gradient")
     classes: tuple[int, ...] | None = None
     if model.spec.task == "classification":

@@ -37,9 +37,9 @@ def longest_position(seen: Observation) -> int | None:
     for name in seen.model.group("position"):
         if name in seen.tensors:
             used = torch.where(seen.tensors[name].abs().sum(1) > 0)[0]
-            if len(used) == 0:
-                return None
             first = seen.model.first_position_row
+            if len(used) == 0 or len(used) >= seen.model.max_length:
+                return None  # nothing was sent, or noise is on every row: it tells nothing
             return int(used[-1]) + 1 - first
     return None
 

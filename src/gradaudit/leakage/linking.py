@@ -21,7 +21,8 @@ def signals(gradient: Tensor, rows: Tensor) -> Tensor:
         gradient: [out, d] of the map's weight; its rows lie in the span of `rows`.
         rows: [b, d] inputs, linearly independent.
     """
-    return (gradient @ torch.linalg.pinv(rows)).T
+    found: Tensor = (gradient @ torch.linalg.pinv(rows)).T
+    return found
 
 
 def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int = 20, ridge: float = 1e-4) -> Tensor:

@@ -201,6 +201,10 @@ class TextModel(ABC):
         """
 
     @abstractmethod
+    def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
+        """Return a block's q, k or v of some input rows by head, [n, heads, width of a head], in the rows' dtype."""
+
+    @abstractmethod
     def encode(self, text: str) -> tuple[list[int], bool]:
         """Return a text's token ids with special tokens, cut to the longest the model takes, and whether it was cut."""
 

@@ -188,6 +188,17 @@ class TransformersModel(TextModel):
                 hidden = self.family.run_block(block, hidden, mask, positions)
             return self.family.norm(layer, hidden)
 
+    @torch.no_grad()
+    def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
+        view = self.views(layer, role)[0]
+        weight = view(self._parameters[view.parameter])
+        out = rows @ weight.to(rows).T
+        bias = self._parameters.get(view.parameter.removesuffix("weight") + "bias")
+        if bias is not None:
+            out = out + (bias if view.rows is None else bias[view.rows[0] : view.rows[1]]).to(rows)
+        size = self.width // int(self.module.config.num_attention_heads)
+        return out.view(len(rows), -1, size)
+
     # text
 
     def encode(self, text: str) -> tuple[list[int], bool]:

@@ -166,6 +166,8 @@ def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         _check_family(spec, config.model_type)
+        if spec.layers is not None and spec.layers > int(config.num_hidden_layers):
+            raise BadInputError(f"model '{spec.name}' has {config.num_hidden_layers} blocks; layers = {spec.layers}")
         for key, value in _settings(spec, config.model_type).items():
             setattr(config, key, value)
         tokenizer = _with_padding(AutoTokenizer.from_pretrained(where, trust_remote_code=False))

@@ -1,0 +1,73 @@
+"""Decoding masked rows: on spans made here the mask is found exactly, and nothing that was not put in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradaudit.leakage import erasures
+
+WIDTH = 192
+
+
+def made(rows: int, rate: float, seed: int, copies: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the basis of some masked rows, the clean rows, and the masks; the first row has several copies."""
+    rng = torch.Generator().manual_seed(seed)
+    clean = torch.randn(rows, WIDTH, generator=rng, dtype=torch.double)
+    clean[:copies] = clean[0].clone()
+    kept = torch.rand(rows, WIDTH, generator=rng) >= rate
+    masked = clean * kept
+    noise = 1e-8 * torch.randn(rows, WIDTH, generator=rng, dtype=torch.double)  # a float32 gradient's
+    _, _, vh = torch.linalg.svd(masked + noise, full_matrices=False)
+    return vh.T.contiguous(), clean, kept
+
+
+def decoded(basis: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    fit = erasures.decode(basis, erasures.outer_products(basis), rows, start=None, first=0, steps=18)
+    outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T
+    return erasures.refine(outside, rows, fit.kept)
+
+
+@pytest.mark.parametrize(("rows", "rate"), [(5, 0.1), (30, 0.1), (50, 0.1), (20, 0.3)])
+def test_every_mask_is_found_exactly(rows: int, rate: float):
+    basis, clean, kept = made(rows, rate, seed=rows)
+    found, outside = decoded(basis, clean)
+    assert torch.equal(found, kept)
+    assert float(outside.max()) < 1e-5
+
+
+def test_what_was_not_put_in_stays_far_outside():
+    basis, _, _ = made(30, 0.1, seed=1)
+    strangers = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(9), dtype=torch.double)
+    found, outside = decoded(basis, strangers)
+    plausible = found.double().mean(1) > 0.5  # an empty mask lies in every span, and is no token
+    assert not bool((plausible & (outside < 0.05)).any())
+    near, _, kept = made(30, 0.1, seed=1)
+    assert bool((decoded(near, made(30, 0.1, seed=1)[1])[1] < 1e-5).all())  # the same test does find what is there
+
+
+def test_flips_mend_a_mask_that_is_nearly_right_and_never_make_one_worse():
+    basis, clean, kept = made(20, 0.1, seed=2)
+    outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T
+    wrong = kept.clone()
+    wrong[:, ::24] ^= True
+    before = ((clean * wrong) @ outside).norm(dim=1)
+    mended, left = erasures.refine(outside, clean, wrong)
+    assert torch.equal(mended, kept)
+    assert bool((((clean * mended) @ outside).norm(dim=1) <= before).all())
+    assert float(left.max()) < 1e-5
+
+
+def test_copies_are_found_one_by_one_until_there_are_no_more():
+    basis, clean, kept = made(24, 0.1, seed=3, copies=4)
+    outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T
+    rng = torch.Generator().manual_seed(0)
+    known = [kept[0]]
+    for _ in range(30):
+        mask = erasures.another_copy(basis, clean[0], torch.stack(known), rng)
+        assert mask is not None
+        found, left = erasures.refine(outside, clean[:1], mask[None])
+        if float(left) < 1e-5 and not any(torch.equal(found[0], k) for k in known):
+            known.append(found[0])
+    assert {tuple(k.tolist()) for k in known} == {tuple(k.tolist()) for k in kept[:4]}

@@ -1,0 +1,69 @@
+"""Linking: signals, supports and groups on attention gradients made here, where the sentences are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradaudit.leakage import linking
+
+HEADS, SIZE = 6, 16
+
+
+def made(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], list[int]]:
+    """Return signals of queries and keys, queries, keys, positions and the sentence of each token, shuffled."""
+    rng = torch.Generator().manual_seed(seed)
+    count = sum(lengths)
+    sentence = [s for s, n in enumerate(lengths) for _ in range(n)]
+    position = [p for n in lengths for p in range(n)]
+    q, k = (torch.randn(count, HEADS, SIZE, generator=rng, dtype=torch.double) for _ in range(2))
+    same = torch.tensor(sentence)[:, None] == torch.tensor(sentence)[None]
+    weights = torch.randn(HEADS, count, count, generator=rng, dtype=torch.double) * same
+    toward_q = torch.einsum("hij,jhd->ihd", weights, k)
+    toward_k = torch.einsum("hij,ihd->jhd", weights, q)
+    order = torch.randperm(count, generator=rng).tolist()
+    index = torch.tensor(order)
+    return (
+        toward_q[index],
+        toward_k[index],
+        q[index],
+        k[index],
+        [position[i] for i in order],
+        [sentence[i] for i in order],
+    )
+
+
+@pytest.mark.parametrize("lengths", [[5, 7], [4, 6, 9, 5], [8, 8, 8, 8, 8, 8]])
+def test_the_sentences_are_found(lengths: list[int]):
+    toward_q, toward_k, q, k, positions, sentence = made(lengths)
+    place = torch.tensor(positions)
+    a, b = linking.joint_support(toward_q, k, place), linking.joint_support(toward_k, q, place)
+    groups = linking.group(a + a.T + b + b.T, positions, len(lengths))
+    assert sorted(len(g) for g in groups) == sorted(lengths)
+    for members in groups:
+        assert len({sentence[i] for i in members}) == 1
+        assert [positions[i] for i in members] == list(range(len(members)))
+
+
+def test_a_sentence_explains_its_own_signals_and_no_sentence_with_one_stranger_does():
+    toward_q, _, _, k, positions, sentence = made([6, 6, 6])
+    own = torch.tensor([i for i, s in enumerate(sentence) if s == 0])
+    assert float(linking.explained(toward_q, k, own).max()) < 1e-10
+    for lost in own.tolist():
+        stranger = next(i for i, s in enumerate(sentence) if s == 1 and positions[i] == positions[lost])
+        mixed = torch.tensor([stranger if i == lost else i for i in own.tolist()])
+        assert float(linking.explained(toward_q, k, mixed).max()) > 0.1
+
+
+def test_signals_undo_the_gradient():
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.randn(9, 40, generator=rng, dtype=torch.double)
+    signal = torch.randn(9, 24, generator=rng, dtype=torch.double)
+    assert torch.allclose(linking.signals(signal.T @ rows, rows), signal, atol=1e-10)
+
+
+def test_two_tokens_at_one_position_are_never_joined():
+    closest = torch.ones(4, 4, dtype=torch.double)
+    assert sorted(map(sorted, linking.group(closest, [0, 0, 1, 1], 2))) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
+    assert len(linking.group(closest, [3, 3, 3, 3], 1)) == 4
