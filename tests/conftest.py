@@ -27,10 +27,12 @@ def load(folders: dict[str, Path]) -> Loader:
     """Load a tiny model, the same object for the same arguments: tests must leave it as it was."""
     made: dict[tuple[object, ...], TransformersModel] = {}
 
-    def loader(family: str, task: str = "classification", labels: int = 2, seed: int = 0) -> TransformersModel:
-        key = (family, task, labels, seed)
+    def loader(
+        family: str, task: str = "classification", labels: int = 2, seed: int = 0, layers: int | None = None
+    ) -> TransformersModel:
+        key = (family, task, labels, seed, layers)
         if key not in made:
-            made[key] = tiny_models.tiny(folders[family], task, labels, seed)
+            made[key] = tiny_models.tiny(folders[family], task, labels, seed, layers)
         return made[key]
 
     return loader

@@ -43,7 +43,7 @@ def test_what_was_not_put_in_stays_far_outside():
     found, outside = decoded(basis, strangers)
     plausible = found.double().mean(1) > 0.5  # an empty mask lies in every span, and is no token
     assert not bool((plausible & (outside < 0.05)).any())
-    near, _, kept = made(30, 0.1, seed=1)
+    near, _, _ = made(30, 0.1, seed=1)
     assert bool((decoded(near, made(30, 0.1, seed=1)[1])[1] < 1e-5).all())  # the same test does find what is there
 
 

@@ -134,7 +134,7 @@ def types_in(hint: object) -> Iterator[type]:
 
 def field_types(cls: type, seen: frozenset[type] = frozenset()) -> set[type]:
     """Return every type a dataclass can hold, through the dataclasses in it."""
-    hints = typing.get_type_hints(cls, {**vars(gradaudit.models.base), **typing.__dict__, "Any": object})
+    hints = typing.get_type_hints(cls, localns=vars(gradaudit.models.base))  # where type checkers look as well
     found = {t for f in fields(cls) for t in types_in(hints[f.name])}
     for inner in found - seen:
         if is_dataclass(inner):

@@ -94,9 +94,11 @@ def make_folder(family: str, where: Path) -> Path:
     return where
 
 
-def tiny(folder: Path, task: str = "classification", labels: int = 2, seed: int = 0) -> TransformersModel:
+def tiny(
+    folder: Path, task: str = "classification", labels: int = 2, seed: int = 0, layers: int | None = None
+) -> TransformersModel:
     """Return a fresh tiny model; every parameter drawn, so that no bias is zero and no norm is the identity."""
-    model = load_model(ModelSpec(f"random:{folder}", task, labels, seed))  # type: ignore[arg-type]
+    model = load_model(ModelSpec(f"random:{folder}", task, labels, seed, layers))  # type: ignore[arg-type]
     rng = stream(seed, "biases and norms")
     with torch.no_grad():
         for name, p in model.parameters().items():

@@ -42,12 +42,12 @@ class Client:
         Raises:
             BadInputError: an expression that covers a parameter only in part (GPT-2's q alone is a third of one).
         """
+        # as one selection: a view named twice counts once
+        chosen = Selection(" ".join(self.freeze)).views(self.model) if self.freeze else {}
+        parameters = self.model.parameters()
         seen: dict[str, int] = {}
-        for expression in self.freeze:
-            for view in Selection(expression).views(self.model).values():
-                seen[view.parameter] = (
-                    seen.get(view.parameter, 0) + view(self.model.parameters()[view.parameter]).numel()
-                )
+        for view in chosen.values():
+            seen[view.parameter] = seen.get(view.parameter, 0) + view(parameters[view.parameter]).numel()
         for name, covered in seen.items():
             if covered < self.model.parameters()[name].numel():
                 raise BadInputError(f"freeze: '{name}' holds more than the roles named; freeze all of its roles")

@@ -49,7 +49,8 @@ class Selection:
                 layers, roles = self._parse(term, model.depth)
                 found = [v for layer in layers for role in roles for v in model.views(layer, role)]
             chosen.update((view.name, view) for view in found)
-        return chosen
+        # a role inside a parameter that is chosen whole is in already
+        return {n: v for n, v in chosen.items() if n == v.parameter or v.parameter not in chosen}
 
     def take(self, model: TextModel, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, View]]:
         """Return the chosen part of an update by view name, and the views; frozen parameters are left out.

@@ -136,7 +136,7 @@ def another_copy(basis: Tensor, row: Tensor, known: Tensor, rng: torch.Generator
     Args:
         basis: [d, r].
         row: [d] clean input x.
-        known: [k, d] bool, masks of the copies found so far.
+        known: [k, d] bool, masks of the copies found so far; one full mask when there are none.
         rng: for the random part of the objective.
     """
     usable = (row.abs() > _SMALLEST).cpu().numpy()
@@ -144,7 +144,7 @@ def another_copy(basis: Tensor, row: Tensor, known: Tensor, rng: torch.Generator
     noise = torch.rand(len(row), generator=rng, dtype=torch.double).numpy()
     wanted = 0.2 + (~known).any(0).double().cpu().numpy()
     inside = matrix[usable]
-    objective = -(wanted * (0.5 + noise))[usable] @ inside
+    objective = -(wanted * (0.1 + noise))[usable] @ inside
     bounds = np.concatenate([np.ones(len(inside)), np.zeros(len(inside))])
     solved = linprog(
         objective, A_ub=np.concatenate([inside, -inside]), b_ub=bounds, bounds=(None, None), method="highs"

@@ -38,7 +38,8 @@ def analytic_label(seen: Observation) -> int | None:
     model = seen.model
     if model.spec.task != "classification" or seen.knowledge.batch_size != 1:
         return None
-    if seen.kind == "delta" and seen.knowledge.training is None:
+    how = seen.knowledge.training
+    if seen.kind == "delta" and (how is None or how.optimizer != "sgd"):
         return None
     classes, bias, weight = model.spec.labels, None, None
     gradients = as_gradient(seen)

@@ -78,10 +78,11 @@ class Cosine(Distance):
             flat, fixed = p.flatten(1), o.flatten()
             norm = torch.linalg.vector_norm(flat, dim=1).clamp_min(tiny)
             against = torch.linalg.vector_norm(fixed).clamp_min(tiny)
-            cosine = flat @ fixed / (norm * against)
+            cosine = (flat / norm[:, None]) @ (fixed / against)
             total = total + (1 - cosine) / len(predicted)
-            inward = (cosine / norm.square())[:, None] * flat - fixed / (norm * against)[:, None]
-            slopes.append((inward / len(predicted)).view_as(p))
+            inward = (cosine / norm)[:, None] * (flat / norm[:, None]) - (fixed / against) / norm[:, None]
+            silent = ((norm <= tiny) | (against <= tiny))[:, None]
+            slopes.append((torch.where(silent, 0.0, inward) / len(predicted)).view_as(p))
         return total, slopes
 
 
