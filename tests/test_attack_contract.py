@@ -104,13 +104,13 @@ def test_an_attack_answers_validly_or_refuses_in_a_sentence(load, name, family, 
         try:
             answers.append(attack(seen, stream(0, "attack")))
         except AuditError as refusal:
-            assert "\n" not in str(refusal)
-            assert len(str(refusal)) > 20
             answers.append(str(refusal))
     assert answers[0] == answers[1], "the same seed must give the same answer"
     if isinstance(answers[0], Reconstruction):
         assert_valid(answers[0], seen)
     else:
+        assert len(str(answers[0])) > 20
+        assert "\n" not in str(answers[0])
         assert (name, family in ENCODERS, task, made) in REFUSALS, f"refused: {answers[0]}"
     assert_unchanged(model, before)
     assert all(torch.equal(t, tensors[n]) for n, t in seen.tensors.items())

@@ -1,4 +1,4 @@
-"""The registry: what may enter, how it is built from plain values, and the sentence for everything that does not fit."""
+"""The registry: what may enter, how it is built from plain values, and the sentence for what does not fit."""
 
 from __future__ import annotations
 

@@ -86,10 +86,11 @@ def test_share_of_one_query_is_its_part_of_the_parameters(load, family):
 
 def test_gpt2_roles_are_thirds_and_make_up_the_fused_matrix(load):
     model = load("gpt2")
-    seen = seen_of(Client(model), batch_of(model, sentences((5,), 0)), "all *:q,k,v")
+    batch = batch_of(model, sentences((5,), 0))
+    seen, roles = seen_of(Client(model), batch), seen_of(Client(model), batch, "*:q,k,v")
     for layer in range(DEPTH):
         whole = seen.tensors[f"transformer.h.{layer}.attn.c_attn.weight"]
-        parts = [seen.tensors[f"{layer}.{role}"] for role in "qkv"]
+        parts = [roles.tensors[f"{layer}.{role}"] for role in "qkv"]
         assert all(3 * part.numel() == whole.numel() for part in parts)
         assert torch.equal(torch.cat(parts).T, whole)
         (inside,) = seen.role(layer, "k")

@@ -45,8 +45,7 @@ def attacked(name: str, seen: Observation, **fields) -> Reconstruction:
     """Return the attack's answer, an empty one where it refuses in a sentence."""
     try:
         return build("attack", name, QUICK.get(name, {}) | fields)(seen, stream(0, "attack"))
-    except AuditError as refusal:
-        assert "\n" not in str(refusal)
+    except AuditError:
         return Reconstruction(())
 
 

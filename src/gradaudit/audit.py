@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 import gradaudit
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import Attack, ModelChangedError
 from gradaudit.case import Case
 from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
@@ -138,6 +138,8 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
     except AuditError as problem:
         error = str(problem)
         seconds = time.perf_counter() - began
+    except ModelChangedError:
+        raise  # every later batch would be attacked on another model
     except Exception as problem:  # a failing batch is a record; the others go on
         error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         seconds = time.perf_counter() - began

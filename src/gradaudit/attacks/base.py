@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
 from gradaudit.errors import MissingKnowledgeError, NotSupportedError
 from gradaudit.types import Knowledge, Observation, Reconstruction
@@ -40,7 +40,8 @@ class Attack(ABC):
         Raises:
             MissingKnowledgeError: something in `needs` was not given.
             NotSupportedError: the task, model or update is outside what the attack can do.
-            RuntimeError: the attack wrote into the model; the audit would no longer be about it.
+            ModelChangedError: the attack wrote into the model or its hooks, mode or flags; all but written weights are
+                put back.
         """
         missing = [need for need in self.needs if getattr(seen.knowledge, need) is None]
         if missing:
@@ -50,15 +51,20 @@ class Attack(ABC):
             )
         if seen.model.spec.task not in self.tasks:
             raise NotSupportedError(f"attack '{self.name}' does not support task '{seen.model.spec.task}'")
-        before = _state(seen)
+        before = _numbers(seen)
+        restore = seen.model.remember()
+        broken: BaseException | None = None
         try:
-            found = self.run(seen, rng)
+            return self.run(seen, rng)
+        except BaseException as error:
+            broken = error
+            raise
         finally:
-            for parameter in seen.model.parameters().values():
-                parameter.grad = None
-        if _state(seen) != before:
-            raise RuntimeError(f"attack '{self.name}' changed the model; an attack must leave it as it was")
-        return found
+            mended = restore()
+            if mended or _numbers(seen) != before:
+                raise ModelChangedError(
+                    f"attack '{self.name}' changed the model; an attack must leave it as it was"
+                ) from broken
 
     @abstractmethod
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -79,14 +85,20 @@ class Attack(ABC):
         return 1
 
 
-def _state(seen: Observation) -> Mapping[str, Any]:
-    # ._version counts in-place writes: a cheap and exact sign that a tensor was touched
-    return {
-        "written": {name: p._version for name, p in seen.model.parameters().items()},
-        "seen": {name: t._version for name, t in seen.tensors.items()},
-        "trainable": {name: p.requires_grad for name, p in seen.model.parameters().items()},
-        "training": seen.model.is_training(),
-    }
+class ModelChangedError(RuntimeError):
+    """An attack wrote into the model or into what it saw: every later number would be about another model."""
+
+
+def _numbers(seen: Observation) -> list[int]:
+    """Return checksums of all weights and of all that was seen; in-place writes of any kind change them."""
+    tensors = [*seen.model.parameters().values(), *seen.tensors.values()]
+    return [
+        int(t.detach().contiguous().view(torch.uint8).view(-1)[: _whole(t)].view(torch.int32).sum()) for t in tensors
+    ]
+
+
+def _whole(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size() // 4 * 4
 
 
 def needs_of(attack: type[Attack]) -> tuple[str, ...]:

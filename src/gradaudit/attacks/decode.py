@@ -117,7 +117,11 @@ class _Decoder:
         survivors = 2 * (self.size or 16) + 8
         empty = 0
         for position in range(min(self.attack.max_length, self.model.max_length)):
-            ids = check.rough(position).topk(self.attack.candidates, largest=False).indices
+            ids = (
+                check.rough(position)
+                .topk(min(self.attack.candidates, self.model.vocabulary_size), largest=False)
+                .indices
+            )
             if position == 0 and self.model.special.prefix:
                 # masked copies of one row blur its residual, so the known first token is decoded directly
                 ids = torch.tensor(self.model.special.prefix[:1], device=ids.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -221,8 +221,11 @@ class TextModel(ABC):
         """Return one readable string a token, for the report's word marks."""
 
     @abstractmethod
-    def is_training(self) -> bool:
-        """Return whether the module is in training mode (it never is between calls)."""
+    def remember(self) -> Callable[[], bool]:
+        """Note mode, flags and hooks; the returned function puts them back and says whether any had changed.
+
+        Gradients that were left on the parameters are cleared, which is no change: an attack may use `.backward()`.
+        """
 
     @abstractmethod
     def fingerprint(self) -> str:

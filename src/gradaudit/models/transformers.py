@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.func import functional_call
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models.base import ROLES, FirstInputs, ModelSpec, SpecialTokens, TextModel, View
 from gradaudit.models.families import FAMILIES, Family
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Program(nn.Module):
@@ -225,8 +227,29 @@ class TransformersModel(TextModel):
         """Where the weights are."""
         return next(self.module.parameters()).device  # type: ignore[no-any-return]
 
-    def is_training(self) -> bool:
-        return bool(self.module.training)
+    def remember(self) -> Callable[[], bool]:
+        modules = list(self.module.modules())
+        mode = [m.training for m in modules]
+        flags = {name: p.requires_grad for name, p in self._parameters.items()}
+        hooks = [{kind: dict(getattr(m, kind)) for kind in _HOOKS} for m in modules]
+
+        def restore() -> bool:
+            changed = False
+            for name, p in self._parameters.items():
+                p.grad = None
+                changed |= p.requires_grad != flags[name]
+                p.requires_grad_(flags[name])
+            for m, was, kinds in zip(modules, mode, hooks, strict=True):
+                changed |= m.training != was
+                m.training = was
+                for kind, known in kinds.items():
+                    now = getattr(m, kind)
+                    changed |= list(now) != list(known)
+                    now.clear()
+                    now.update(known)
+            return changed
+
+        return restore
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
