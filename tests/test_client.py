@@ -159,7 +159,7 @@ def test_the_model_and_the_global_generator_stay_as_they_were(load, monkeypatch,
                 update_of(client, batch)
         else:
             update_of(client, batch)
-        assert not model.is_training()
+        assert not model.module.training
         assert torch.equal(state, torch.random.get_rng_state())
         for name, p in model.parameters().items():
             assert torch.equal(p, before[name][0])
