@@ -236,6 +236,16 @@ def test_dager_recovers_decoder_batches_exactly(load, family, distinct, sizes, s
         assert sorted(found.sequences) == sorted(tuple(s) for s in batch.sequences())
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("family", DECODERS)
+def test_dager_finds_a_sentence_that_another_one_begins_with(load, family, seed):
+    """It adds no direction to the first blocks; the last block's queries show where sentences end."""
+    model = load(family, seed=seed)
+    batch = batch_of(model, ["river stone garden window letter", "river stone", "castle forest"])
+    found = build("attack", "dager", {})(seen_of(Client(model), batch), stream(0, "attack"))
+    assert sorted(found.sequences) == sorted(tuple(s) for s in batch.sequences())
+
+
 @pytest.mark.parametrize("sizes", [(5,), (4, 6), (5, 3, 6)])
 @pytest.mark.parametrize("family", DECODERS)
 def test_dager_recovers_all_but_each_last_token_of_a_language_model(load, family, sizes):
@@ -258,6 +268,20 @@ def test_dager_recovers_single_encoder_sentences_exactly(load, family, training,
     seen = seen_of(Client(model, training), batch, "0-1:q,k,v", Given(batch_size=False))
     found = build("attack", "dager", {})(seen, stream(0, "attack"))
     assert found.sequences == (tuple(batch.sequences()[0]),)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("name", ["dlg", "tag"])
+def test_matching_puts_special_tokens_in_the_frame_alone(load, name, family):
+    model = load(family)
+    batch = batch_of(model, sentences((5, 5, 5), 1))
+    for seed in range(4):
+        seen = seen_of(Client(model), batch, "0:q", EVERYTHING if seed % 2 else Given())
+        found = build("attack", name, {"steps": 1, "assumed_length": 20})(seen, stream(seed, "attack"))
+        for sentence in found.sequences:
+            inner = sentence[1:-1] if seed % 2 else sentence[1:]
+            assert not model.special.ids & set(inner)
+            assert sentence[0] == model.special.prefix[0]
 
 
 def test_dager_needs_two_blocks_and_says_so(load):

@@ -54,6 +54,13 @@ def test_two_classes_without_bias_cannot_be_told():
     assert single_label(None, torch.zeros(3, 4)) is None
 
 
+def test_rows_that_no_single_sentence_makes_are_not_read():
+    """Of one sentence, only the label's row opposes the others; where all oppose all, it was noised or mixed."""
+    assert single_label(None, torch.tensor([[1.0, 0.0], [-0.1, 1.0], [-0.1, -1.0]])) is None
+    assert single_label(None, torch.tensor([[1.0, 0.0], [-0.5, 0.1], [-0.5, -0.1]])) == 0
+    assert single_label(torch.tensor([-0.5, -0.2, 0.7]), None) is None
+
+
 @pytest.mark.parametrize("classes", [2, 3, 4, 5])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_label_of_a_real_update(load, family, classes):

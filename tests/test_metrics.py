@@ -100,6 +100,9 @@ def test_one_word_has_no_rouge2():
 def test_exact_needs_equal_tokens():
     found = scores_of(["red sea ."], ["Red sea"])
     assert (found["rouge1"], found["rougeL"], found["exact"]) == (100.0, 100.0, 0.0)
+    assert scores_of(["red sea"], ["Red sea"])["exact"] == 0.0
+    split = Sentence((1, 2, 3), "red sea", "red sea")
+    assert score(align([split], [Sentence((4, 3), "red sea", "red sea")]))["exact"] == 0.0, "other tokens, one text"
     among = align([made("red sea .")], [made("Red sea"), made("red sea ."), made("red sea 7")])
     assert among[0].guess == made("red sea ."), "among equals for ROUGE, the equal tokens win"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gradaudit.report.render import render_html
-from test_report import make_info, make_run, make_summaries
+from made_reports import make_info, make_run, make_summaries
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 REQUIRED = os.environ.get("GRADAUDIT_REQUIRE_BROWSER") == "1"

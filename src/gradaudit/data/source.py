@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import difflib
 import hashlib
 import io
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +14,8 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gradaudit.data.columns import labels_of, pick, texts_of
+from gradaudit.data.tables import Table, decoded, jsonl, parquet, row_place, separated
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
 from gradaudit.types import Batch
@@ -27,8 +26,6 @@ SAMPLE = Path(__file__).parent / "sample.jsonl"
 ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".txt")
 """The file endings `load_rows` reads."""
 
-LONGEST_FIELD = 1 << 20
-"""Longest csv or tsv field, in characters: eight times Python's own limit; beyond it a file is broken."""
 
 # strict, so that True is not taken for column 1
 ColumnNumber = Annotated[int, Field(strict=True, ge=0)]
@@ -109,18 +106,6 @@ class Rows:
     sha256: str
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Columns of any format: their names (None without a header), how to read one, and where a row lies."""
-
-    where: str
-    names: tuple[str, ...] | None
-    width: int
-    column: Callable[[int], list[Any]]
-    place: Callable[[int], str]
-    first_line_names: bool = False
-
-
 def load_rows(spec: DataSpec, base: Path) -> Rows:
     """Return all rows of the source a spec names.
 
@@ -139,7 +124,7 @@ def load_rows(spec: DataSpec, base: Path) -> Rows:
     if spec.path is None:
         data = SAMPLE.read_bytes()
         label = "label" if spec.label is None else spec.label
-        return _rows(_jsonl(data, "the embedded sample"), spec.text, label, (), data)
+        return _rows(jsonl(data, "the embedded sample"), spec.text, label, (), data)
     file = _find(spec.path, base)
     ending = file.suffix.lower()
     if ending not in ENDINGS:
@@ -151,11 +136,11 @@ def load_rows(spec: DataSpec, base: Path) -> Rows:
     if ending == ".txt":
         return _text_lines(data, spec)
     if ending == ".parquet":
-        table = _parquet(data, spec.path)
+        table = parquet(data, spec.path)
     elif ending == ".jsonl":
-        table = _jsonl(data, spec.path)
+        table = jsonl(data, spec.path)
     else:
-        table = _separated(data, spec.path, spec.header, tab=ending == ".tsv")
+        table = separated(data, spec.path, spec.header, tab=ending == ".tsv")
     return _rows(table, spec.text, spec.label, (), data)
 
 
@@ -265,18 +250,6 @@ def _read(file: Path, where: str) -> bytes:
     return data
 
 
-def _decode(data: bytes, where: str) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise BadInputError(f"{where} is not UTF-8 text (line {line}); save it as UTF-8") from error
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise BadInputError(f"{where} holds a NUL byte (line {line}); save it as plain UTF-8 text")
-    return text
-
-
 def _text_lines(data: bytes, spec: DataSpec) -> Rows:
     where = str(spec.path)
     for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
@@ -286,114 +259,13 @@ def _text_lines(data: bytes, spec: DataSpec) -> Rows:
                 f"remove {name}, or give a csv, tsv, jsonl or parquet file"
             )
     # not splitlines, which also breaks a text at form feeds and Unicode separators
-    texts = tuple(line.removesuffix("\n") for line in io.StringIO(_decode(data, where), newline=None))
+    texts = tuple(line.removesuffix("\n") for line in io.StringIO(decoded(data, where), newline=None))
     if not texts:
         raise BadInputError(f"{where} holds no rows; give a file with at least one")
     return Rows(texts, None, (), where, hashlib.sha256(data).hexdigest())
 
 
-def _separated(data: bytes, where: str, header: bool, *, tab: bool) -> _Table:
-    lines = io.StringIO(_decode(data, where), newline="")
-    if tab:
-        # in CoLA, SST-2 and their kin a quotation mark is part of the text
-        reader = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None, strict=True)
-    else:
-        reader = csv.reader(lines, strict=True)
-    records: list[list[str]] = []
-    starts: list[int] = []
-    limit = csv.field_size_limit(LONGEST_FIELD)
-    try:
-        start = 1
-        for record in reader:
-            if record:
-                records.append(record)
-                starts.append(start)
-            start = reader.line_num + 1
-    except csv.Error as error:
-        raise BadInputError(
-            f"line {start} of {where} breaks the {'tsv' if tab else 'csv'} format ({error}); "
-            "mend its quotes and separators"
-        ) from error
-    finally:
-        csv.field_size_limit(limit)
-    first = 1 if header else 0
-    if len(records) == first:
-        raise BadInputError(f"{where} holds no rows; give a file with at least one")
-    width = len(records[0])
-    for record, start in zip(records, starts, strict=True):
-        if len(record) != width:
-            raise BadInputError(
-                f"line {start} of {where} has {len(record)} columns where the first has {width}; "
-                "mend that line (its separators and quotes)"
-            )
-    names = tuple(records[0]) if header else None
-    body, begins = records[first:], starts[first:]
-    return _Table(
-        where,
-        names,
-        width,
-        column=lambda number: [record[number] for record in body],
-        place=lambda row: f"line {begins[row]}",
-        first_line_names=header,
-    )
-
-
-def _jsonl(data: bytes, where: str) -> _Table:
-    records: list[dict[str, Any]] = []
-    starts: list[int] = []
-    for number, line in enumerate(io.StringIO(_decode(data, where), newline=None), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadInputError(f"line {number} of {where} is not JSON; write one JSON object a line") from error
-        if not isinstance(record, dict):
-            raise BadInputError(
-                f"line {number} of {where} is not a JSON object; write one object a line, such as "
-                '{"text": "...", "label": 0}'
-            )
-        records.append(record)
-        starts.append(number)
-    if not records:
-        raise BadInputError(f"{where} holds no rows; give a file with at least one")
-    names = tuple(dict.fromkeys(name for record in records for name in record))
-
-    def column(number: int) -> list[Any]:
-        for record, start in zip(records, starts, strict=True):
-            if names[number] not in record:
-                raise BadInputError(f"line {start} of {where} has no '{names[number]}'; add it to that line")
-        return [record[names[number]] for record in records]
-
-    return _Table(where, names, len(names), column, place=lambda row: f"line {starts[row]}")
-
-
-def _parquet(data: bytes, where: str) -> _Table:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise BadInputError("reading parquet files needs the package pyarrow; pip install 'gradaudit[data]'") from error
-    try:
-        file = pyarrow.parquet.ParquetFile(io.BytesIO(data))
-        names = tuple(file.schema_arrow.names)
-        rows = file.metadata.num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInputError(f"{where} is not a readable parquet file; write it again") from error
-    if not rows:
-        raise BadInputError(f"{where} holds no rows; give a file with at least one")
-
-    def column(number: int) -> list[Any]:
-        try:
-            values: list[Any] = file.read(columns=[names[number]]).column(names[number]).to_pylist()
-        except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
-            raise BadInputError(f"column '{names[number]}' of {where} cannot be read; write the file again") from error
-        return values
-
-    return _Table(where, names, len(names), column, place=_row_place)
-
-
-def _hub(hub: str, spec: DataSpec) -> tuple[_Table, tuple[str, ...]]:
+def _hub(hub: str, spec: DataSpec) -> tuple[Table, tuple[str, ...]]:
     """Return the table of a hub data set, and the class names it declares for the label column."""
     try:
         import datasets
@@ -413,133 +285,27 @@ def _hub(hub: str, spec: DataSpec) -> tuple[_Table, tuple[str, ...]]:
     if not len(loaded):
         raise BadInputError(f"{where} holds no rows; choose another split")
     names = tuple(loaded.column_names)
-    table = _Table(where, names, len(names), lambda number: list(loaded[names[number]]), _row_place)
+    table = Table(where, names, len(names), lambda number: list(loaded[names[number]]), row_place)
     declared: tuple[str, ...] = ()
     if spec.label is not None:
-        feature = loaded.features[names[_pick(table, "label", spec.label)]]
+        feature = loaded.features[names[pick(table, "label", spec.label)]]
         declared = tuple(getattr(feature, "names", None) or ())
     return table, declared
 
 
-def _row_place(row: int) -> str:
-    return f"row {row} (counted from 0)"
-
-
 def _rows(
-    table: _Table,
+    table: Table,
     text: str | int,
     label: str | int | None,
     declared: tuple[str, ...],
     data: bytes | None,
 ) -> Rows:
-    texts = _texts(table, _pick(table, "text", text))
+    texts = texts_of(table, pick(table, "text", text))
     labels: tuple[int, ...] | None = None
     classes: tuple[str, ...] = ()
     if label is not None:
-        labels, classes = _labels(table, _pick(table, "label", label), declared)
+        labels, classes = labels_of(table, pick(table, "label", label), declared)
     if data is None:
         pairs = zip(texts, labels or [None] * len(texts), strict=True)
         data = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
     return Rows(texts, labels, classes, table.where, hashlib.sha256(data).hexdigest())
-
-
-def _pick(table: _Table, use: str, wanted: str | int) -> int:
-    """Return the number of the column asked for by name or number."""
-    if isinstance(wanted, int):
-        if wanted < table.width:
-            return wanted
-        raise BadInputError(
-            f"{table.where} has {table.width} columns and no number {wanted}; "
-            f"set {use} to a number from 0 to {table.width - 1}"
-        )
-    if table.names is None:
-        raise BadInputError(
-            f"{table.where} is read without a header, so it has no column '{wanted}'; "
-            f"set {use} to a column number from 0 to {table.width - 1}"
-        )
-    if table.names.count(wanted) > 1:
-        raise BadInputError(f"{table.where} has several columns '{wanted}'; set {use} to a column number")
-    if wanted in table.names:
-        return table.names.index(wanted)
-    close = difflib.get_close_matches(wanted, table.names, n=1, cutoff=0.5)
-    # a file read with header by mistake has a whole sentence for a name
-    shown = ", ".join(f"'{name[:40]}'" for name in table.names[:20])
-    more = f" and {table.width - 20} more" if table.width > 20 else ""
-    if close:
-        advice = f"did you mean '{close[0]}'?"
-    elif wanted.isdecimal():
-        advice = f"for a column number write {use} = {int(wanted)}, without quotes"
-    else:
-        advice = f"set {use} to one of them"
-        if table.first_line_names:
-            advice += ", or if the first line is data set header = false and give column numbers"
-    raise BadInputError(f"{table.where} has no column '{wanted}', it has {shown}{more}; {advice}")
-
-
-def _texts(table: _Table, number: int) -> tuple[str, ...]:
-    texts = []
-    for row, value in enumerate(table.column(number)):
-        # a missing text stays as an empty row, because leaving it out would change the papers' draw
-        text = "" if value is None else value
-        if not isinstance(text, str):
-            raise BadInputError(
-                f"{table.place(row)} of {table.where} holds {_kind(value)} where the text should be; "
-                "set text to a column of strings"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadInputError(
-                f"{table.place(row)} of {table.where} holds half of a surrogate pair; mend its escapes"
-            ) from error
-        texts.append(text)
-    return tuple(texts)
-
-
-def _labels(table: _Table, number: int, declared: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the class number of each row, and the names of the classes in order."""
-    values = [_label(table, row, value) for row, value in enumerate(table.column(number))]
-    if declared:
-        for row, value in enumerate(values):
-            if not isinstance(value, int) or not 0 <= value < len(declared):
-                raise BadInputError(
-                    f"{table.place(row)} of {table.where} has no label ({value}); choose a labeled split"
-                )
-        return tuple(int(value) for value in values), declared
-    if all(re.fullmatch(r"[+-]?[0-9]{1,18}", str(value)) for value in values):
-        values = [int(value) for value in values]
-    else:
-        values = [str(value) for value in values]
-    known = sorted(set(values))
-    numbers = {value: index for index, value in enumerate(known)}
-    return tuple(numbers[value] for value in values), tuple(str(value) for value in known)
-
-
-def _label(table: _Table, row: int, value: Any) -> int | str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        # pandas turns a column of whole numbers into floats
-        return int(value)
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    missing = value is None or isinstance(value, str) or value != value  # NaN is pandas' missing value
-    problem = "has no label" if missing else f"holds {_kind(value)} where the label should be"
-    raise BadInputError(
-        f"{table.place(row)} of {table.where} {problem}; give each row a whole number or a name, "
-        "or set label to another column"
-    )
-
-
-def _kind(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        bytes: "bytes",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), f"a {type(value).__name__}")
