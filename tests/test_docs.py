@@ -1,4 +1,5 @@
 """The pages: complete against the code, links that lead somewhere, commands that parse, example code that runs."""
+# Over 400 lines: every page is checked with the same few readers of Markdown, which belong together.
 
 from __future__ import annotations
 
