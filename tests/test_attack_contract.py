@@ -270,6 +270,34 @@ def test_dager_recovers_single_encoder_sentences_exactly(load, family, training,
     assert found.sequences == (tuple(batch.sequences()[0]),)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", ENCODERS)
+def test_decode_recovers_short_encoder_sentences_exactly_with_dropout_on(load, family, seed):
+    model = load(family)
+    for size in (3, 5):
+        batch = batch_of(model, sentences((size,), seed))
+        seen = seen_of(Client(model, dropout=True), batch, "0:q,k,v", Given(batch_size=False, dropout=False), seed)
+        found = build("attack", "decode", {})(seen, stream(0, "attack"))
+        assert found.sequences == (tuple(batch.sequences()[0]),)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-3])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_what_is_called_proven_was_in_the_batch(load, family, noise):
+    """On a width of 32 two sentences are often too much to decode: then it must say so, and never prove what is not."""
+    model, proven = load(family), 0
+    rng = torch.Generator().manual_seed(0)
+    for seed in range(16):
+        batch = batch_of(model, sentences((3, 3), seed, distinct=seed % 2 == 0))
+        seen = seen_of(Client(model, dropout=True), batch, "0:q,k,v", seed=seed)
+        added = {n: t + noise * t.abs().max() * torch.randn(t.shape, generator=rng) for n, t in seen.tensors.items()}
+        found = build("attack", "decode", {})(dataclasses.replace(seen, tensors=added), stream(0, "attack"))
+        sure = [s for s, c in zip(found.sequences, found.certificates or (), strict=True) if c == "proven"]
+        assert set(sure) <= {tuple(s) for s in batch.sequences()}
+        proven += len(sure)
+    assert (proven > 4) == (noise < 1e-3)
+
+
 @pytest.mark.parametrize("family", ENCODERS)
 @pytest.mark.parametrize("name", ["dlg", "tag"])
 def test_matching_puts_special_tokens_in_the_frame_alone(load, name, family):

@@ -14,7 +14,7 @@ from gradaudit.judge import judge
 from gradaudit.registry import build, known
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction
-from tiny_models import MADE_UP, OTHERS, SETTINGS, batch_of, seen_of, sentences
+from tiny_models import ENCODERS, MADE_UP, OTHERS, SETTINGS, batch_of, seen_of, sentences
 
 ATTACKS = sorted(name for name in known("attack") if name != "blind")
 GIVEN = Given(lengths=True, labels=True)
@@ -99,6 +99,19 @@ def test_swap_control_of_dager(load, family, task, sizes):
     seen_of(client, other, given=GIVEN)
     found = attacked("dager", seen)
     assert rouge1(model, mine, found) > 80
+    assert rouge1(model, other, found) == 0.0
+
+
+@pytest.mark.parametrize("sizes", [(5,), (3, 3)])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_swap_control_of_decode(load, family, sizes):
+    model = load(family)
+    client = Client(model, dropout=True)
+    mine, other = (batch_of(model, sentences(sizes, 1, words)) for words in (MADE_UP, OTHERS))
+    seen = seen_of(client, mine)
+    seen_of(client, other)
+    found = attacked("decode", seen, tries=24)
+    assert rouge1(model, mine, found) > 40
     assert rouge1(model, other, found) == 0.0
 
 

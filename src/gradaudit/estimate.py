@@ -38,9 +38,12 @@ def estimate(ready: Prepared) -> Estimate:
     batch = private_batch(ready, 0)
     client = Client(ready.model)
     client.update(batch, stream(0, "warm-up"))
-    began = time.perf_counter()
-    client.update(batch, stream(0, "estimate"))
-    once = time.perf_counter() - began
+    times = []
+    for turn in range(2):  # the better of two: a busy machine can make one many times slower
+        began = time.perf_counter()
+        client.update(batch, stream(0, "estimate", turn))
+        times.append(time.perf_counter() - began)
+    once = min(times)
     attack = ready.attack.gradient_evaluations(len(batch.ids), batch.tokens)
     # beside the attack: the client's own update, two for the diagnosis, one for the judge's baseline
     seconds = once * (attack + 4) * len(ready.batches)

@@ -93,7 +93,7 @@ class Dager(Attack):
         return span(seen, layer, self.roles, fixed_rank=self.rank == "paper")
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
-        return 10  # the vocabulary check and a decoder's growth; an encoder's products are not foreseen
+        return 3  # the vocabulary check and a decoder's growth; an encoder's products are not foreseen
 
 
 def _ranks(first: Span, second: Span) -> dict[str, Any]:
