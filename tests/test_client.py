@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -229,3 +230,12 @@ def test_knowledge_is_what_is_given_and_nothing_else(load):
         assert getattr(known, name) == value
         assert set(known.given()) == {name}
     assert set(client.knowledge(batch, update, Given()).given()) == {"batch_size", "training", "dropout", "defenses"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sentence_without_a_token_is_refused(load, family):
+    model = load(family)
+    batch = batch_of(model, sentences((3, 4), 0))
+    hollow = dataclasses.replace(batch, mask=batch.mask & torch.tensor([[True], [False]]))
+    with pytest.raises(BadInputError, match="no token"):
+        update_of(Client(model), hollow)

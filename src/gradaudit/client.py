@@ -63,8 +63,8 @@ class Client:
         Raises:
             BadInputError: an empty batch, or nothing left to train.
         """
-        if batch.tokens == 0 or len(batch.ids) == 0:
-            raise BadInputError("the batch is empty; a client needs at least one sentence")
+        if len(batch.ids) == 0 or not bool(batch.mask.any(1).all()):
+            raise BadInputError("the batch is empty, or one of its sentences has no token; a client needs text")
         seed = draw_seed(rng)
         frozen = self.frozen()
         trained = {n: p for n, p in self.model.parameters().items() if n not in frozen}

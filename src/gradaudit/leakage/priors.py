@@ -20,4 +20,5 @@ def frequent_tokens(model: TextModel) -> list[int]:
         ids = model.content(model.encode(f"a {word}")[0])[len(model.content(model.encode("a")[0])) :]
         if len(ids) == 1 and ids[0] not in found:
             found.append(ids[0])
-    return found
+    # a vocabulary without whole words (characters, another language) still has tokens to guess
+    return found or [i for i in range(model.vocabulary_size) if i not in model.special.ids][:50]
