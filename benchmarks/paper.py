@@ -65,6 +65,19 @@ def rows_of(case: Case, summary: Summary, records: list[Record]) -> list[str]:
     return rows
 
 
+def certified(records: list[Record]) -> str:
+    """Return how many sentences are proven, and whether any proven one is wrong."""
+    sentences = [s for r in records for s in r.sentences]
+    proven = [s for s in sentences if s.certificate == "proven"]
+    exact = sum(s.exact for s in sentences)
+    wrong = sum(not s.exact for s in proven)
+    slowest = max(r.seconds for r in records)
+    return (
+        f"Sentences {len(sentences)}: exact {exact}, proven {len(proven)} ({100 * len(proven) / len(sentences):.1f}%), "
+        f"**proven and wrong {wrong}**. Slowest batch {slowest:.1f} s."
+    )
+
+
 def section(path: Path, case: Case, info: RunInfo, records: list[Record]) -> str:
     """Return the Markdown section of one case."""
     summary = summarize(records)[0]
@@ -90,6 +103,8 @@ def section(path: Path, case: Case, info: RunInfo, records: list[Record]) -> str
     if diagnoses:
         counts = {v: diagnoses.count(v) for v in dict.fromkeys(diagnoses)}
         lines += ["Diagnosis: " + ", ".join(f"{v} {n}" for v, n in counts.items()) + ".", ""]
+    if any(r.certificates for r in records):
+        lines += [certified(records), ""]
     lines += [f"Case {info.case}, weights {info.model['fingerprint'][:12]}, data {info.data['sha256'][:12]}.", ""]
     return "\n".join(lines)
 
