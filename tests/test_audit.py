@@ -104,6 +104,15 @@ def test_a_folder_of_another_case_is_refused(folders, data: Path, tmp_path: Path
         list(audit.run(make(folders, data, seed=1), tmp_path / "out"))
 
 
+def test_changed_data_is_not_mixed_into_a_run(folders, data: Path, tmp_path: Path):
+    some = audit.run(make(folders, data), tmp_path / "out")
+    next(some)
+    some.close()
+    data.write_text(data.read_text().replace("0\n", "1\n", 1), encoding="utf8")
+    with pytest.raises(BadInputError, match="data has changed"):
+        list(audit.run(make(folders, data), tmp_path / "out"))
+
+
 def test_an_attack_that_breaks_is_a_record_and_the_others_go_on(folders, data: Path, tmp_path: Path, monkeypatch):
     @dataclass(frozen=True)
     class Brittle(Attack):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gradaudit.attacks.decode import Decode
+from gradaudit.attacks.decode import Decode, _Decoder, certificate
 from gradaudit.client import Client
 from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
 from gradaudit.errors import NotSupportedError
@@ -107,3 +108,35 @@ def test_decoders_are_not_supported(load):
     seen = tiny_models.seen_of(Client(model, dropout=True), tiny_models.batch_of(model, ["river stone"]))
     with pytest.raises(NotSupportedError, match="encoders"):
         Decode()(seen, stream(0, "attack"))
+
+
+@pytest.mark.parametrize(
+    ("positions", "change", "complete"),
+    [
+        ([0, 1, 2, 3], {}, True),
+        ([0, 1, 3, 4], {}, False),  # a hole
+        ([1, 2, 3, 4], {}, False),  # the beginning is missing
+        ([0, 1, 2, 3], {0: 2000}, False),  # does not start with [CLS]
+        ([0, 1, 2, 3], {3: 2000}, False),  # does not end with [SEP]
+        ([0, 1, 2, 3], {2: 102}, False),  # ends in its middle
+    ],
+)
+def test_only_a_whole_sentence_is_complete(minilm, positions, change, complete):
+    ids = [101, 2003, 2004, 102]
+    for at, token in change.items():
+        ids[at] = token
+    assert _Decoder._complete(SimpleNamespace(model=minilm), ids, positions) is complete
+
+
+@pytest.mark.parametrize(
+    ("complete", "unexplained", "length", "said"),
+    [
+        (True, 1e-5, 12, "proven"),
+        (False, 1e-5, 12, "guess"),
+        (True, 1e-2, 12, "likely"),
+        (True, 1e-5, 25, "proven"),
+        (True, 1e-5, 26, "likely"),  # 0.8 of a head of 32: its own tokens would explain anything
+    ],
+)
+def test_a_proof_needs_all_three(complete: bool, unexplained: float, length: int, said: str):
+    assert certificate(complete, unexplained, length, head_width=32) == said

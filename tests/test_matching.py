@@ -21,6 +21,7 @@ from gradaudit.leakage.matching import (
     without,
     word_gradient_hidden,
 )
+from gradaudit.registry import build
 from gradaudit.types import Given, LocalTraining
 from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, seen_of, sentences
 
@@ -259,3 +260,11 @@ def test_layout_shows_what_is_known(load, family):
     hidden = replace(blind, tensors={"0.q": blind.role(0, "q")[0]}, views={})
     assert layout(hidden, assumed_length=9).mask.sum(1).tolist() == [9, 9]
     assert int(layout(hidden, assumed_length=9).fixed.sum()) == 2 * len(model.special.prefix)
+
+
+def test_noise_on_every_position_row_tells_no_length(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 6), 0))
+    assert longest_position(seen_of(Client(model), batch)) == 8
+    noisy = Client(model, defenses=(build("defense", "gaussian", {"sigma": 1e-6}),))
+    assert longest_position(seen_of(noisy, batch)) is None

@@ -43,6 +43,14 @@ def test_first_blocks_only(folders):
     assert load_model(ModelSpec(f"random:{folders['llama']}", layers=2)).depth == 2
 
 
+def test_more_blocks_than_there_are_is_refused(load, tmp_path: Path):
+    model = load("bert")
+    model.module.save_pretrained(tmp_path)
+    model.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match="has 3 blocks"):
+        load_model(ModelSpec(str(tmp_path), layers=4))
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -42,7 +42,9 @@ class Decode(Attack):
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     models_dropout: ClassVar[bool] = True
     candidates: int = hyper(
-        150, "tokens a position that are decoded, nearest to the span first", source="right ones ranked below 64"
+        150,
+        "tokens a position that are decoded, nearest to the span first",
+        source="the worst right one ranked 71st at B = 8",
     )
     screening: int = hyper(6, "reweighting steps before all but the best are dropped", source="they rank first by then")
     steps: int = hyper(12, "further reweighting steps for the best")
@@ -81,6 +83,20 @@ class Decode(Attack):
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 20 + tokens // 4
+
+
+def certificate(complete: bool, unexplained: float, length: int, head_width: int) -> str:
+    """Return how sure a linked sentence is: "proven", "likely" or "guess".
+
+    Args:
+        complete: it runs from the first special token to the last without a hole.
+        unexplained: share of its attention signals that its own tokens leave unexplained.
+        length: its tokens; a set nearly as large as a head is wide explains anything, so it proves nothing.
+        head_width: width of an attention head.
+    """
+    if not complete:
+        return "guess"
+    return "proven" if unexplained < _CLOSED and length < 0.8 * head_width else "likely"
 
 
 @dataclass(frozen=True)
@@ -202,10 +218,8 @@ class _Decoder:
             index = torch.tensor(members, device=inputs.device)
             left = max(float(explained(toward_q, k, index).max()), float(explained(toward_k, q, index).max()))
             complete = self._complete(ids, [positions[i] for i in members])
-            # a set as large as a head is wide explains anything: the test says nothing there
-            closed = left < _CLOSED and len(members) < 0.8 * q.shape[2]
             sentences.append(tuple(self._framed(ids)))
-            certificates.append("proven" if complete and closed else "likely" if complete else "guess")
+            certificates.append(certificate(complete, left, len(members), q.shape[2]))
         return sentences, certificates
 
     def _complete(self, ids: list[int], positions: list[int]) -> bool:
