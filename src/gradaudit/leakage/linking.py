@@ -58,22 +58,40 @@ def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int 
     return weights
 
 
-def explained(targets: Tensor, atoms: Tensor, members: Tensor) -> Tensor:
-    """Return [n] the share of each member's signal that the members' own atoms leave unexplained, over all heads.
+def unexplained(
+    toward_queries: Tensor, toward_keys: Tensor, queries: Tensor, keys: Tensor, members: Tensor
+) -> Tensor:
+    """Return [n] the share of each member's signals that attention among the members alone cannot make.
 
-    Zero says: nothing outside this set takes part. It says nothing once the set is as large as a head is wide.
+    Per head one matrix S [n, n] must explain both sides, delta_q = S k and delta_k = S^T q, and its rows sum to zero
+    (the softmax ignores a shift, with dropout too): 2 n h + n equations in n^2 unknowns, so a set of n < 2 h tokens
+    that leaves nothing unexplained exchanges attention with no other token. Least squares by the Sylvester equation
+    S (k k^T) + (q q^T) S = delta_q k^T + q delta_k^T.
 
     Args:
-        targets: [b, H, h] signals.
-        atoms: [b, H, h] keys or queries.
+        toward_queries: [b, H, h] signals at the queries.
+        toward_keys: [b, H, h] signals at the keys.
+        queries: [b, H, h].
+        keys: [b, H, h].
         members: [n] indices of the set.
     """
-    dictionary = atoms[members].permute(1, 2, 0)
-    wanted = targets[members].permute(1, 2, 0)
-    fitted = dictionary @ torch.linalg.lstsq(dictionary, wanted, driver="gelsd").solution
-    whole = wanted.flatten(0, 1).norm(dim=0).clamp_min(1e-300)
-    left: Tensor = (wanted - fitted).flatten(0, 1).norm(dim=0) / whole
-    return left
+    count = len(members)
+    side_q, side_k, q, k = (t[members].permute(1, 0, 2).double() for t in (toward_queries, toward_keys, queries, keys))
+    # both sides at one scale, and the row sums as one more column of the keys
+    scale_k, scale_q = (t.flatten(1).norm(dim=1)[:, None, None].clamp_min(1e-300) for t in (k, q))
+    ones = torch.full_like(k[:, :, :1], count**-0.5)
+    k, side_q = torch.cat([k / scale_k, ones], 2), torch.cat([side_q / scale_k, torch.zeros_like(ones)], 2)
+    q, side_k = q / scale_q, side_k / scale_q
+    along_k, turn_k = torch.linalg.eigh(k @ k.mT)
+    along_q, turn_q = torch.linalg.eigh(q @ q.mT)
+    right = turn_q.mT @ (side_q @ k.mT + q @ side_k.mT) @ turn_k
+    both = along_q[:, :, None] + along_k[:, None]
+    free = both < 1e-12 * both.amax((1, 2), keepdim=True)
+    exchanged = turn_q @ torch.where(free, torch.zeros_like(right), right / both) @ turn_k.mT
+    left = (side_q - exchanged @ k).square().sum((0, 2)) + (side_k - exchanged.mT @ q).square().sum((0, 2))
+    whole = side_q.square().sum((0, 2)) + side_k.square().sum((0, 2))
+    share: Tensor = (left / whole.clamp_min(1e-300)).sqrt()
+    return share
 
 
 def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[list[int]]:

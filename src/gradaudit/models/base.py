@@ -111,6 +111,8 @@ class TextModel(ABC):
     """True for decoders: a token sees only those before it."""
     absolute_positions: bool
     """True when block 0's input depends on the position (BERT, GPT-2), False for relative ones (RoPE)."""
+    dropout_before_norm: bool
+    """True when dropout acts on the embeddings before block 0's normalization (GPT-2), False after it (BERT)."""
     width: int
     """d, the width of the residual stream: the most tokens a span can tell apart."""
     depth: int

@@ -24,6 +24,7 @@ class Family(ABC):
 
     causal: bool
     absolute_positions: bool = True
+    dropout_before_norm: bool = False
     base: str
     """Attribute of the module that holds the model without its head."""
     block_path: str
@@ -185,6 +186,7 @@ class GPT2(Family):
     """GPT-2: absolute positions, dropout before the LayerNorm; q, k, v are thirds of one [in, 3 out] matrix."""
 
     causal = True
+    dropout_before_norm = True
     base = "transformer"
     block_path = "transformer.h.{}"
     word = "transformer.wte.weight"

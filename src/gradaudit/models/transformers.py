@@ -92,6 +92,7 @@ class TransformersModel(TextModel):
         config = module.config
         self.causal = self.family.causal
         self.absolute_positions = self.family.absolute_positions
+        self.dropout_before_norm = self.family.dropout_before_norm
         self.width = int(config.hidden_size)
         self.depth = len(self.family.blocks)
         self.vocabulary_size = int(config.vocab_size)

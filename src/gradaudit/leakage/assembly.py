@@ -1,0 +1,322 @@
+"""Sentences from placed words, dropout off: linked by attention, mended in the span of block 1, proven by deflation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.deflation import Matrices, Remainder, remainder, sentence_gradient
+from gradaudit.leakage.linking import joint_support
+from gradaudit.leakage.pairs import Pairs, candidate_pairs, sparse_signals
+from gradaudit.leakage.subspace import Span
+from gradaudit.models.base import TextModel
+from gradaudit.progress import step
+
+_FITS = 5e-4
+"""A sentence whose rows in block 1 all lie this near the span fits it: right ones are at 5e-6, and one wrong word puts
+its sentence above 5e-2."""
+_WEAK = 1e-3
+"""Pairs whose signal is weaker than this share of the strongest did not occur, or cannot be linked by it."""
+_ROWS = 8192
+"""Token rows of candidate sentences evaluated together: bounds memory."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Candidate pairs with what the gradient says of them.
+
+    Args:
+        pairs: the pairs that carry signal, strongest first.
+        strength: [n] norm of each one's signal.
+        support: [n, n] how much pair j takes part in explaining pair i.
+    """
+
+    pairs: Pairs
+    strength: Tensor
+    support: Tensor
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A sentence that was taken out of the gradient.
+
+    Args:
+        tokens: its ids.
+        label: the label under which the ranks fell.
+        proven: True when every block's rank fell by its length.
+    """
+
+    tokens: tuple[int, ...]
+    label: int
+    proven: bool
+
+
+@torch.no_grad()
+def place(model: TextModel, rest: Remainder, first: Span, longest: int) -> Placed:
+    """Return the words at their positions, and who attends to whom.
+
+    Args:
+        model: an encoder, dropout off.
+        rest: the gradient; its block 0 must hold queries or keys.
+        first: block 0's span.
+        longest: positions looked at.
+    """
+    found = candidate_pairs(model, first, longest)
+    signals = sparse_signals(rest.stacked(0), found.rows, first.basis)
+    strength = signals.norm(dim=1)
+    strong = strength > _WEAK * strength.max() if len(strength) else strength.bool()
+    order = torch.where(strong)[0]
+    order = order[strength[order].argsort(descending=True)]
+    found, strength, signals = found.pick(order), strength[order], signals[order]
+    support = torch.zeros((len(found), len(found)), dtype=torch.double, device=signals.device)
+    at = 0
+    for layer, role in rest.left:
+        if layer != 0:
+            continue
+        out = len(rest.left[layer, role])
+        part, at = signals[:, at : at + out], at + out
+        if role == "v" or len(found) == 0:
+            continue
+        atoms = model.project(0, "k" if role == "q" else "q", found.rows)
+        weights = joint_support(part.reshape(atoms.shape), atoms, found.positions)
+        support = support + weights + weights.T
+    return Placed(found, strength, support)
+
+
+def propose(model: TextModel, placed: Placed, lengths: int = 3) -> list[tuple[int, ...]]:
+    """Return sentences to start from: for every pair the strongest partner at each position, at its likeliest lengths.
+
+    Args:
+        model: the model.
+        placed: from `place`.
+        lengths: how many ends are tried a pair.
+    """
+    positions, tokens = placed.pairs.positions, placed.pairs.tokens
+    ending = model.special.suffix[-1:]
+    best: dict[tuple[int, ...], float] = {}
+    if len(tokens) == 0:
+        return []
+    last = int(positions.max())
+    for at in range(len(tokens)):
+        weights = placed.support[at].clone()
+        weights[at] = weights.max() * 2 + 1e-300
+        ids, heights = [], []
+        for position in range(last + 1):
+            here = torch.where(positions == position)[0]
+            if len(here) == 0:
+                break
+            inner = here[~torch.isin(tokens[here], torch.tensor(ending, device=tokens.device))] if ending else here
+            here = inner if len(inner) else here
+            top = here[weights[here].argmax()]
+            ids.append(int(tokens[top]))
+            heights.append(float(weights[top]))
+        if ending:
+            ends = torch.where(tokens == ending[0])[0]
+            ends = ends[positions[ends] > int(positions[at]) - (int(tokens[at]) == ending[0])]
+            ends = ends[weights[ends].argsort(descending=True)][:lengths]
+            options = [(*ids[: int(positions[e])], ending[0]) for e in ends.tolist() if int(positions[e]) <= len(ids)]
+        else:
+            options = [tuple(ids)]
+        for option in options:
+            best[option] = max(best.get(option, 0.0), float(placed.strength[at]))
+    return sorted(best, key=lambda s: -best[s])
+
+
+@torch.no_grad()
+def misfit(model: TextModel, spans: Sequence[Span], sentences: Sequence[tuple[int, ...]]) -> Tensor:
+    """Return the distance of each sentence's rows from deeper blocks' spans, [n, T] by token (1 after the end).
+
+    Args:
+        model: the model.
+        spans: of blocks 1 and deeper; a token counts with the worst.
+        sentences: token ids, of any lengths.
+    """
+    device = spans[0].basis.device
+    longest = max(len(s) for s in sentences)
+    out = torch.ones((len(sentences), longest), device=device)
+    by_length: dict[int, list[int]] = {}
+    for at, sentence in enumerate(sentences):
+        by_length.setdefault(len(sentence), []).append(at)
+    for length, members in by_length.items():
+        for some in torch.split(torch.tensor(members), max(1, _ROWS // length)):
+            ids = torch.tensor([sentences[i] for i in some.tolist()], device=device)
+            rows = [span.residual(model.attention_inputs(span.layer, ids)) for span in spans]
+            worst = torch.stack(rows).amax(0)
+            out[some.to(device), :length] = worst.to(out)
+    return out
+
+
+def total(residuals: Tensor, length: Tensor) -> Tensor:
+    """Return the mean squared residual of each sentence, [n]."""
+    inside = torch.arange(residuals.shape[1], device=residuals.device)[None] < length[:, None]
+    return (residuals.square() * inside).sum(1) / length
+
+
+def descend(
+    model: TextModel, second: Span, placed: Placed, sentence: tuple[int, ...], options: int, turns: int
+) -> tuple[tuple[int, ...], Tensor]:
+    """Mend a sentence by exchanging tokens, one position at a time, for others placed there, while that helps.
+
+    Args:
+        model: the model.
+        second: block 1's span.
+        placed: the words at their positions.
+        sentence: where to start.
+        options: tokens tried a position, those the sentence's other tokens attend to most first.
+        turns: most exchanges.
+
+    Returns:
+        The sentence and its residuals in block 1's span, [T].
+    """
+    positions, tokens = placed.pairs.positions, placed.pairs.tokens
+    ending = model.special.suffix[-1:]
+    residuals = misfit(model, [second], [sentence])[0]
+    for _ in range(turns):
+        if float(residuals.max()) < _FITS:
+            break
+        here = {int(p): i for i, (p, t) in enumerate(zip(positions.tolist(), tokens.tolist(), strict=True))
+                if int(p) < len(sentence) and sentence[int(p)] == t}
+        member = torch.tensor(sorted(here.values()), device=positions.device)
+        pull = placed.support[member].sum(0) if len(member) else placed.strength
+        tried: list[tuple[int, ...]] = []
+        for position in range(1, len(sentence)):
+            at = torch.where(positions == position)[0]
+            at = at[pull[at].argsort(descending=True)][:options]
+            for token in tokens[at].tolist():
+                inner = position < len(sentence) - 1
+                if token == sentence[position]:
+                    continue
+                if ending and token == ending[0]:
+                    tried.append((*sentence[:position], token))  # it ends here
+                elif inner or not ending:
+                    tried.append((*sentence[:position], token, *sentence[position + 1 :]))
+                else:  # it goes on: the likeliest token here, then the end
+                    tried.append((*sentence[:position], token, ending[0]))
+        tried = list(dict.fromkeys(tried))
+        if not tried:
+            break
+        scores = misfit(model, [second], tried)
+        lengths = torch.tensor([len(s) for s in tried], device=scores.device)
+        values = total(scores, lengths)
+        best = int(values.argmin())
+        if float(values[best]) >= float(residuals.square().mean()) - 1e-9:
+            break
+        sentence, residuals = tried[best], scores[best, : len(tried[best])]
+    return sentence, residuals
+
+
+def take_out(
+    model: TextModel, rest: Remainder, sentence: tuple[int, ...], labels: Sequence[int], share: float, layers: Sequence[int]
+) -> tuple[Remainder, int, bool] | None:
+    """Subtract a sentence under the label that makes the ranks fall; None when none does.
+
+    Args:
+        model: the model.
+        rest: the gradient so far.
+        sentence: token ids.
+        labels: possible labels.
+        share: weight of a sentence in the gradient, 1 / B.
+        layers: blocks whose ranks must fall, deeper than 0.
+
+    Returns:
+        What is left, the label, and whether every rank fell by exactly the sentence's length.
+    """
+    before = [rest.span(layer).rank for layer in layers]
+    best: tuple[int, Remainder, int, list[int]] | None = None
+    for label in labels:
+        gradient: Matrices = sentence_gradient(model, sentence, label, rest.left)
+        after = rest.without(gradient, share)
+        ranks = [after.span(layer).rank for layer in layers]
+        if best is None or sum(ranks) < best[0]:
+            best = (sum(ranks), after, label, ranks)
+    if best is None or best[0] >= sum(before):
+        return None
+    proven = all(b - a == len(sentence) for b, a in zip(before, best[3], strict=True))
+    return best[1], best[2], proven
+
+
+def solve(
+    model: TextModel,
+    left: Matrices,
+    eps: float,
+    size: int,
+    longest: int,
+    *,
+    starts: int = 24,
+    options: int = 24,
+    turns: int = 24,
+) -> tuple[list[Solved], list[tuple[int, ...]], Remainder]:
+    """Recover a batch sentence by sentence, each taken out of the gradient before the next is looked for.
+
+    Args:
+        model: an encoder, dropout off.
+        left: gradients of q, k, v (what was seen of them) of the first blocks.
+        eps: rounding of the gradient's type.
+        size: sentences in the batch.
+        longest: positions looked at.
+        starts: proposals mended a round, best fitting first.
+        options: tokens tried a position.
+        turns: most exchanges a proposal.
+
+    Returns:
+        The sentences taken out; the best guesses at the others; what is left of the gradient.
+    """
+    rest = remainder(left, eps)
+    deeper = sorted({layer for layer, _ in left if layer > 0})
+    solved: list[Solved] = []
+    guesses: list[tuple[int, ...]] = []
+    labels = range(model.spec.labels)
+    while len(solved) < size:
+        step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
+        first, second = rest.span(0), rest.span(deeper[0])
+        if first.rank == 0 or second.rank == 0 or first.rank >= model.width or second.rank >= model.width:
+            break
+        placed = place(model, rest, first, longest)
+        proposals = propose(model, placed)
+        if not proposals:
+            break
+        scores = misfit(model, [second], proposals)
+        values = total(scores, torch.tensor([len(s) for s in proposals], device=scores.device))
+        order = values.argsort().tolist()
+        progress = False
+        done: set[tuple[int, ...]] = set()
+        ranked: list[tuple[float, tuple[int, ...]]] = []
+        for at in order[:starts]:
+            if progress and float(scores[at, : len(proposals[at])].max()) >= _FITS:
+                break  # a smaller gradient is easier: place the words anew
+            sentence, residuals = descend(model, second, placed, proposals[at], options, turns)
+            ranked.append((float(residuals.square().mean()), sentence))
+            if sentence in done or float(residuals.max()) >= _FITS:
+                continue
+            done.add(sentence)
+            taken = take_out(model, rest, sentence, labels, 1 / size, deeper)
+            if taken is None:
+                continue
+            rest, label, proven = taken
+            solved.append(Solved(sentence, label, proven))
+            progress = True
+            step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
+            if len(solved) == size:
+                break
+            second = rest.span(deeper[0])
+            if second.rank == 0:
+                break
+        if not progress:
+            guesses = _different(ranked, size - len(solved))
+            break
+    return solved, guesses, rest
+
+
+def _different(ranked: list[tuple[float, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
+    """Return the best sentences that differ from one another in at least half of their tokens."""
+    chosen: list[tuple[int, ...]] = []
+    for _, sentence in sorted(ranked):
+        inner = set(sentence[1:-1])
+        if all(2 * len(inner & set(other[1:-1])) <= len(inner | set(other[1:-1])) for other in chosen):
+            chosen.append(sentence)
+        if len(chosen) == count:
+            break
+    return chosen

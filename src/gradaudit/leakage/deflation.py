@@ -1,0 +1,83 @@
+"""Taking a recovered sentence out of a gradient: the ranks fall by its length, and that proves that it was in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.subspace import Span, gap_rank
+from gradaudit.models.base import TextModel
+from gradaudit.types import Observation
+
+Matrices = Mapping[tuple[int, str], Tensor]
+"""Gradients by (block, role), [out, d] float64."""
+
+
+def matrices(seen: Observation, layers: int, roles: str = "qkv") -> dict[tuple[int, str], Tensor]:
+    """Return the seen gradients of the first blocks' roles; those not shared or all zero are left out."""
+    found = {}
+    for layer in range(min(layers, seen.model.depth)):
+        for role in roles:
+            for tensor in seen.role(layer, role):
+                if bool(tensor.any()):
+                    found[layer, role] = tensor.detach().double()
+    return found
+
+
+def sentence_gradient(model: TextModel, sentence: tuple[int, ...], label: int, like: Matrices) -> Matrices:
+    """Return one sentence's own gradient (batch of one), for the same matrices.
+
+    Args:
+        model: the model, in evaluation mode.
+        sentence: token ids.
+        label: its class.
+        like: the matrices wanted.
+    """
+    device = next(iter(like.values())).device
+    ids = torch.tensor([sentence], device=device)
+    views = {key: model.views(*key)[0] for key in like}
+    names = sorted({view.parameter for view in views.values()})
+    parameters = model.parameters()
+    with torch.enable_grad():
+        loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=torch.tensor([label], device=device))
+        grads = dict(zip(names, torch.autograd.grad(loss, [parameters[n] for n in names]), strict=True))
+    return {key: view(grads[view.parameter]).detach().double() for key, view in views.items()}
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """What is left of a gradient after some sentences were taken out.
+
+    Args:
+        left: the matrices now.
+        whole: norms of the matrices as they were sent: rounding is relative to these.
+        eps: rounding of the gradient's type.
+    """
+
+    left: Matrices
+    whole: Mapping[tuple[int, str], float]
+    eps: float
+
+    def without(self, gradient: Matrices, share: float) -> Remainder:
+        """Return what is left after `share` of a sentence's gradient is subtracted."""
+        return Remainder({k: g - share * gradient[k] for k, g in self.left.items()}, self.whole, self.eps)
+
+    def stacked(self, layer: int) -> Tensor:
+        """Return a block's matrices, each scaled by what it was when sent, [out, d]."""
+        return torch.cat([g / self.whole[key] for key, g in self.left.items() if key[0] == layer])
+
+    def span(self, layer: int) -> Span:
+        """Return a block's row space; its rank is cut at the rounding of the whole gradient, not of the rest."""
+        _, values, vh = torch.linalg.svd(self.stacked(layer), full_matrices=False)
+        level = max(float(values[0]), 1e-300)
+        rank, confidence = (0, 1.0) if level < 64 * self.eps else gap_rank(values, min(self.eps / level, 1e-3))
+        roles = tuple(role for at, role in self.left if at == layer)
+        return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, roles)
+
+
+def remainder(left: Matrices, eps: float) -> Remainder:
+    """Return the remainder from which nothing was taken yet."""
+    return Remainder(left, {key: float(g.norm()) for key, g in left.items()}, eps)
