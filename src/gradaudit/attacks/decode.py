@@ -1,81 +1,149 @@
-"""Exact decoding: encoder batches back from their attention gradients, with dropout on."""
+"""Exact decoding: batches back from their attention gradients, exactly and with proof, dropout on or off."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
+from gradaudit.attacks.dager import Dager
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.assembly import solve
+from gradaudit.leakage.deflation import matrices
+from gradaudit.leakage.explain import explain
 from gradaudit.leakage.linking import group, joint_support, signals, unexplained
 from gradaudit.leakage.rows import MaskedInputs, Row, Search, find_rows
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.subspace import Span, span
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
 _CLOSED = 1e-3
 """A sentence whose attention signals its own tokens explain up to this is closed: right ones are at 1e-5."""
+_EXPLAINED = 1e-4
+"""A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
+_OFF = 1e-3
+"""A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
+_FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
 @register
 @dataclass(frozen=True)
 class Decode(Attack):
-    """Decode dropped-out tokens from block 0's row space, copy by copy, and link them into sentences.
+    """Read a batch back from the row spaces of its attention gradients, and prove each sentence without the truth.
 
-    For encoders with dropout after the embedding LayerNorm (BERT, RoBERTa, MPNet), training mode, frozen embeddings or
-    not. Every row is a code word with erasures; the mask comes out with it. The attention gradients then say which
-    tokens belong together. Needs the query, key and value gradients of block 0 alone; labels, lengths and the
-    dropout rate need not be known. A sentence is *proven* when its rows lie in the span exactly, it is complete from
-    the first special token to the last, and its own tokens explain its attention signals.
+    With dropout on, every row of block 0 is a code word with erasures: linear programs decode tokens, masks and copies,
+    and the attention gradients say which tokens belong together (BERT, RoBERTa, MPNet, GPT-2). With dropout off, an
+    encoder's words are placed by the sparsest signals that explain block 0's gradient, linked, mended in the span of
+    block 1, and taken out of the gradient one sentence after the other; a decoder's prefixes grow as in DAGER. Labels,
+    lengths and the dropout rate need not be known.
     """
 
     name: ClassVar[str] = "decode"
-    source: ClassVar[str] = "ours; see docs/exact-decoding.md. Robust decoding after Candes and Tao (2005)"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    source: ClassVar[str] = "ours; see docs/exact-decoding.md. Decoding by linear programming after Candes and Tao (2005)"
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm")
     models_dropout: ClassVar[bool] = True
     candidates: int = hyper(
         200,
-        "tokens a position that are decoded, nearest to the span first; at least as many as the rank",
+        "dropout on: tokens a position that are decoded, nearest to the span first; at least as many as the rank",
         source="the worst right one ranked 51st at b = 85, 154th at b = 291 (MiniLM), 200th at b = 400 (MPNet)",
     )
+    blocks: int = hyper(3, "dropout off, encoders: blocks read; those after the first check and prove")
+    starts: int = hyper(24, "dropout off, encoders: proposals mended a round")
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        model = seen.model
-        if model.causal or not model.absolute_positions:
-            raise NotSupportedError("attack 'decode' decodes encoders (BERT, RoBERTa, MPNet); use 'dager' on decoders")
-        if seen.knowledge.dropout == 0.0:
-            raise NotSupportedError(
-                "attack 'decode' decodes updates made with dropout on; with dropout off use 'dager'"
-            )
         first = span(seen, 0)
-        queries, keys = seen.role(0, "q"), seen.role(0, "k")
-        if first is None or not queries or not keys:
+        if first is None:
             raise NotSupportedError(
-                "attack 'decode' needs the query and key gradients of block 0, and one of them is not in this update"
+                "attack 'decode' needs query, key or value gradients of block 0, and none of them is in this update"
             )
-        details: dict[str, Any] = {"rank": first.rank, "rank_confidence": round(first.confidence, 1)}
-        if first.rank >= model.width:
-            note = "not identifiable: the row space is full (as many tokens as the width, or noise)"
-            return Reconstruction(sequences=(), notes=(note,), details=details)
+        if first.rank >= seen.model.width:
+            return Reconstruction(sequences=(), notes=(_FULL,), details=_ranks(first))
+        rate = seen.knowledge.dropout
+        if rate is None and self._unmasked(seen, first):
+            rate = 0.0
+        if rate != 0.0:
+            return self._masked(seen, first, rng)
+        if seen.model.causal:
+            return self._grown(seen, rng)
+        return self._placed(seen, first)
+
+    def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
+        return 20 + tokens // 4
+
+    def _unmasked(self, seen: Observation, first: Span) -> bool:
+        """Say whether dropout was off, from block 0 alone: some first token lies in the span as it is."""
+        prefix = seen.model.special.prefix[:1]
+        ids = torch.tensor(prefix, device=first.basis.device) if prefix else None
+        return float(first.residual(seen.model.first_inputs(0, ids)).min()) < _OFF
+
+    # dropout on
+
+    def _masked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
+        model, known = seen.model, seen.knowledge
+        if not model.absolute_positions:
+            raise NotSupportedError(
+                "attack 'decode' decodes dropout after or before the first normalization (BERT, RoBERTa, MPNet, GPT-2); "
+                "this model has none there: give dropout = 0.0, or use 'dager'"
+            )
+        queries, keys = seen.role(0, "q"), seen.role(0, "k")
         inputs = MaskedInputs(model, first)
-        known = seen.knowledge
         found = find_rows(inputs, Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1), rng)
-        decoder = _Decoder(seen, inputs, found)
-        notes = []
+        details, notes = _ranks(first) | {"rows": len(found)}, []
         if len(found) < first.rank:
             notes.append(f"{first.rank - len(found)} of {first.rank} rows were not decoded")
         if not found:
             return Reconstruction(sequences=(), notes=tuple(notes), details=details)
-        sentences, certificates = decoder.sentences(queries[0].double(), keys[0].double())
-        details |= {"rows": len(found), "estimated_dropout": round(decoder.rate(), 3)}
-        return Reconstruction(tuple(sentences), certificates=tuple(certificates), notes=tuple(notes), details=details)
+        linked = _Linked(seen, inputs, found)
+        details["estimated_dropout"] = round(linked.rate(), 3)
+        if not queries or not keys:
+            notes.append("the query or key gradients of block 0 were not seen: tokens are placed, and cannot be linked")
+            sequences, certificates = linked.by_position()
+        else:
+            sequences, certificates = linked.sentences(queries[0].double(), keys[0].double())
+        return Reconstruction(tuple(sequences), certificates=tuple(certificates), notes=tuple(notes), details=details)
 
-    def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
-        return 20 + tokens // 4
+    # dropout off
+
+    def _placed(self, seen: Observation, first: Span) -> Reconstruction:
+        if seen.kind != "gradient":
+            raise NotSupportedError(
+                "attack 'decode' takes one gradient when dropout is off, and this update is a weight change; use 'dager'"
+            )
+        left = matrices(seen, self.blocks)
+        eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
+        size = seen.knowledge.batch_size
+        solved, guesses, rest = solve(seen.model, left, eps, size, self.max_length, starts=self.starts)
+        notes = []
+        if not any(layer > 0 for layer, _ in left):
+            notes.append("only block 0 was seen: sentences are put together from it and not checked in a deeper block")
+        elif guesses or (size is not None and len(solved) < size):
+            notes.append(f"{len(solved)} sentences fit; what is left of the gradient has rank {rest.span(0).rank}")
+        certificates = ["proven" if s.proven else "likely" for s in solved] + ["guess"] * len(guesses)
+        labels = tuple(s.label for s in solved) if not guesses else None
+        sequences = (*(s.tokens for s in solved), *guesses)
+        return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), _ranks(first))
+
+    def _grown(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        grown = Dager(max_length=self.max_length).run(seen, rng)
+        size = seen.knowledge.batch_size or len(grown.sequences)
+        notes, details = list(grown.notes), dict(grown.details)
+        labels, certificates = None, ("likely",) * len(grown.sequences)
+        one_gradient = seen.kind == "gradient" and seen.model.spec.task == "classification"
+        if one_gradient and grown.sequences and len(grown.sequences) == size:
+            found, left = explain(seen.model, grown.sequences, matrices(seen, 2), 1 / size)
+            details["unexplained"] = left
+            if left < _EXPLAINED:
+                labels, certificates = found, ("proven",) * len(found)
+        return Reconstruction(grown.sequences, labels, certificates, tuple(notes), details)
+
+
+def _ranks(first: Span) -> dict[str, Any]:
+    return {"rank": first.rank, "rank_confidence": round(first.confidence, 1), "roles": " ".join(first.roles)}
 
 
 def certificate(complete: bool, unexplained: float, length: int, head_width: int) -> str:
@@ -93,8 +161,8 @@ def certificate(complete: bool, unexplained: float, length: int, head_width: int
 
 
 @dataclass
-class _Decoder:
-    """One run's state: the rows found."""
+class _Linked:
+    """Decoded rows on their way to sentences."""
 
     seen: Observation
     inputs: MaskedInputs
@@ -134,6 +202,17 @@ class _Decoder:
             sentences.append(tuple(self._framed(ids)))
             certificates.append(certificate(complete, left, len(members), q.shape[2]))
         return sentences, certificates
+
+    def by_position(self) -> tuple[list[tuple[int, ...]], list[str]]:
+        """Return a lone sentence in order; rows of several are laid out a position a turn, and are guesses."""
+        size = self.size or max(Counter(row.position for row in self.found).values())
+        places: dict[int, list[int]] = {}
+        for row in self.found:
+            places.setdefault(row.position, []).append(row.token)
+        rows = [[places[p][s] for p in sorted(places) if s < len(places[p])] for s in range(size)]
+        whole = size == 1 and len(self.found) == self.inputs.span.rank
+        sure = "likely" if whole and self._complete(rows[0], sorted(places)) else "guess"
+        return [tuple(self._framed(ids)) for ids in rows], [sure] * size
 
     def _complete(self, ids: list[int], positions: list[int]) -> bool:
         special = self.model.special

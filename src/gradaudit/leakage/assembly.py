@@ -18,8 +18,13 @@ from gradaudit.progress import step
 _FITS = 5e-4
 """A sentence whose rows in block 1 all lie this near the span fits it: right ones are at 5e-6, and one wrong word puts
 its sentence above 5e-2."""
-_WEAK = 1e-3
-"""Pairs whose signal is weaker than this share of the strongest did not occur, or cannot be linked by it."""
+_WEAK, _MOST = 1e-3, 2.0
+"""Pairs are kept with at least this share of the strongest signal, and at most so many times the rank of them: linking
+costs their number cubed."""
+_NEAR = 0.02
+"""Pairs of the batch stay this near the span of what is left, however much was taken out; the next ones start at 0.05."""
+_MOST_SENTENCES = 64
+"""Largest batch tried when the batch size is not known."""
 _ROWS = 8192
 """Token rows of candidate sentences evaluated together: bounds memory."""
 
@@ -55,21 +60,21 @@ class Solved:
 
 
 @torch.no_grad()
-def place(model: TextModel, rest: Remainder, first: Span, longest: int) -> Placed:
+def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Placed:
     """Return the words at their positions, and who attends to whom.
 
     Args:
         model: an encoder, dropout off.
         rest: the gradient; its block 0 must hold queries or keys.
-        first: block 0's span.
-        longest: positions looked at.
+        first: block 0's span of it.
+        found: candidate pairs of the whole gradient, which is sharper than what is left of it.
     """
-    found = candidate_pairs(model, first, longest)
+    found = found.pick(first.residual(found.rows) < _NEAR)
     signals = sparse_signals(rest.stacked(0), found.rows, first.basis)
     strength = signals.norm(dim=1)
     strong = strength > _WEAK * strength.max() if len(strength) else strength.bool()
     order = torch.where(strong)[0]
-    order = order[strength[order].argsort(descending=True)]
+    order = order[strength[order].argsort(descending=True)][: int(_MOST * first.rank) + 8]
     found, strength, signals = found.pick(order), strength[order], signals[order]
     support = torch.zeros((len(found), len(found)), dtype=torch.double, device=signals.device)
     at = 0
@@ -209,40 +214,44 @@ def descend(
 
 
 def take_out(
-    model: TextModel, rest: Remainder, sentence: tuple[int, ...], labels: Sequence[int], share: float, layers: Sequence[int]
-) -> tuple[Remainder, int, bool] | None:
-    """Subtract a sentence under the label that makes the ranks fall; None when none does.
+    model: TextModel,
+    rest: Remainder,
+    sentence: tuple[int, ...],
+    sizes: Sequence[int],
+    layers: Sequence[int],
+) -> tuple[Remainder, int, bool, list[int]] | None:
+    """Subtract a sentence under the label (and batch size) that makes the ranks fall; None when none does.
 
     Args:
         model: the model.
         rest: the gradient so far.
         sentence: token ids.
-        labels: possible labels.
-        share: weight of a sentence in the gradient, 1 / B.
+        sizes: possible batch sizes: a sentence's share is one over it.
         layers: blocks whose ranks must fall, deeper than 0.
 
     Returns:
-        What is left, the label, and whether every rank fell by exactly the sentence's length.
+        What is left, the label, whether every rank fell by exactly the sentence's length, and the batch size.
     """
     before = [rest.span(layer).rank for layer in layers]
-    best: tuple[int, Remainder, int, list[int]] | None = None
-    for label in labels:
+    best: tuple[int, Remainder, int, list[int], int] | None = None
+    for label in range(model.spec.labels):
         gradient: Matrices = sentence_gradient(model, sentence, label, rest.left)
-        after = rest.without(gradient, share)
-        ranks = [after.span(layer).rank for layer in layers]
-        if best is None or sum(ranks) < best[0]:
-            best = (sum(ranks), after, label, ranks)
+        for size in sizes:
+            after = rest.without(gradient, 1 / size)
+            ranks = [after.span(layer).rank for layer in layers]
+            if best is None or sum(ranks) < best[0]:
+                best = (sum(ranks), after, label, ranks, size)
     if best is None or best[0] >= sum(before):
         return None
     proven = all(b - a == len(sentence) for b, a in zip(before, best[3], strict=True))
-    return best[1], best[2], proven
+    return best[1], best[2], proven, [best[4]]
 
 
 def solve(
     model: TextModel,
     left: Matrices,
     eps: float,
-    size: int,
+    size: int | None,
     longest: int,
     *,
     starts: int = 24,
@@ -255,7 +264,8 @@ def solve(
         model: an encoder, dropout off.
         left: gradients of q, k, v (what was seen of them) of the first blocks.
         eps: rounding of the gradient's type.
-        size: sentences in the batch.
+        size: sentences in the batch; when None, found from the first sentence: its share is the one at which the ranks
+            fall.
         longest: positions looked at.
         starts: proposals mended a round, best fitting first.
         options: tokens tried a position.
@@ -267,47 +277,52 @@ def solve(
     rest = remainder(left, eps)
     deeper = sorted({layer for layer, _ in left if layer > 0})
     solved: list[Solved] = []
-    guesses: list[tuple[int, ...]] = []
-    labels = range(model.spec.labels)
-    while len(solved) < size:
-        step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
-        first, second = rest.span(0), rest.span(deeper[0])
-        if first.rank == 0 or second.rank == 0 or first.rank >= model.width or second.rank >= model.width:
+    pairs = candidate_pairs(model, rest.span(0), longest)
+    sizes = [size] if size is not None else list(range(1, _MOST_SENTENCES + 1))
+    ranked: list[tuple[float, tuple[int, ...]]] = []
+    while size is None or len(solved) < size:
+        step(f"decode: {len(solved)} of {size or '?'} sentences", len(solved), size)
+        first = rest.span(0)
+        if not 0 < first.rank < model.width:
             break
-        placed = place(model, rest, first, longest)
+        placed = place(model, rest, first, pairs)
         proposals = propose(model, placed)
         if not proposals:
             break
+        if not deeper or not 0 < rest.span(deeper[0]).rank < model.width:
+            ranked = [(float(at), s) for at, s in enumerate(proposals)]
+            break
+        second = rest.span(deeper[0])
         scores = misfit(model, [second], proposals)
         values = total(scores, torch.tensor([len(s) for s in proposals], device=scores.device))
-        order = values.argsort().tolist()
-        progress = False
-        done: set[tuple[int, ...]] = set()
-        ranked: list[tuple[float, tuple[int, ...]]] = []
-        for at in order[:starts]:
-            if progress and float(scores[at, : len(proposals[at])].max()) >= _FITS:
+        before = len(solved)
+        ranked = []
+        for at in values.argsort().tolist()[:starts]:
+            if len(solved) > before and float(scores[at, : len(proposals[at])].max()) >= _FITS:
                 break  # a smaller gradient is easier: place the words anew
             sentence, residuals = descend(model, second, placed, proposals[at], options, turns)
-            ranked.append((float(residuals.square().mean()), sentence))
-            if sentence in done or float(residuals.max()) >= _FITS:
+            if float(residuals.max()) >= _FITS:
+                ranked.append((float(residuals.square().mean()), sentence))
                 continue
-            done.add(sentence)
-            taken = take_out(model, rest, sentence, labels, 1 / size, deeper)
+            taken = take_out(model, rest, sentence, sizes, deeper)
             if taken is None:
                 continue
-            rest, label, proven = taken
+            rest, label, proven, sizes = taken
+            size = sizes[0]
             solved.append(Solved(sentence, label, proven))
-            progress = True
             step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
-            if len(solved) == size:
-                break
             second = rest.span(deeper[0])
-            if second.rank == 0:
+            if len(solved) == size or second.rank == 0:
                 break
-        if not progress:
-            guesses = _different(ranked, size - len(solved))
+        if len(solved) == before:
             break
-    return solved, guesses, rest
+    missing = (size or _sentences(placed)) - len(solved) if ranked else 0
+    return solved, _different(ranked, missing), rest
+
+
+def _sentences(placed: Placed) -> int:
+    """Return how many sentences there must be at least: the most pairs with signal at one position."""
+    return int(placed.pairs.positions.bincount().max())
 
 
 def _different(ranked: list[tuple[float, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
