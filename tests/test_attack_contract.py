@@ -118,7 +118,6 @@ def test_an_attack_answers_validly_or_refuses_in_a_sentence(load, name, family, 
 
 REFUSALS = {
     *(("decode", False, task, made) for task in ("classification", "causal-lm") for made in CLIENTS),
-    ("decode", True, "classification", "dropout off"),
     ("decode", True, "classification", "local steps"),
 }
 """Settings outside what an attack can do: (attack, on an encoder, task, client). Everything else must be answered."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 
 from gradaudit.leakage import erasures
@@ -24,12 +26,11 @@ def made(rows: int, rate: float, seed: int, copies: int = 1) -> tuple[Tensor, Te
 
 
 def decoded(basis: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    fit = erasures.decode(basis, erasures.outer_products(basis), rows, start=None, first=0, steps=18)
     outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T
-    return erasures.refine(outside, rows, fit.kept)
+    return erasures.refine(outside, rows, erasures.decode(basis, rows))
 
 
-@pytest.mark.parametrize(("rows", "rate"), [(5, 0.1), (30, 0.1), (50, 0.1), (20, 0.3)])
+@pytest.mark.parametrize(("rows", "rate"), [(5, 0.1), (30, 0.1), (80, 0.1), (20, 0.3), (60, 0.3), (50, 0.4)])
 def test_every_mask_is_found_exactly(rows: int, rate: float):
     basis, clean, kept = made(rows, rate, seed=rows)
     found, outside = decoded(basis, clean)
@@ -59,15 +60,35 @@ def test_flips_mend_a_mask_that_is_nearly_right_and_never_make_one_worse():
     assert float(left.max()) < 1e-5
 
 
+def test_a_linear_program_agrees_with_a_solver_of_its_own():
+    basis, clean, kept = made(60, 0.1, seed=4)
+    matrix = (basis / clean[0][:, None]).numpy()
+    weight = -(clean[0].abs().numpy() @ matrix)
+    bounds = np.concatenate([np.full(WIDTH, 1 + 1e-6), np.full(WIDTH, 1e-6)])
+    solved = linprog(weight, A_ub=np.concatenate([matrix, -matrix]), b_ub=bounds, bounds=(None, None), method="highs")
+    exact = torch.from_numpy(matrix @ solved.x > 0.5)
+    assert torch.equal(exact, kept[0])
+    assert torch.equal(erasures.decode(basis, clean[:1])[0], exact)
+
+
 def test_copies_are_found_one_by_one_until_there_are_no_more():
-    basis, clean, kept = made(24, 0.1, seed=3, copies=4)
+    basis, clean, kept = made(40, 0.1, seed=3, copies=6)
     outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T
     rng = torch.Generator().manual_seed(0)
     known = [kept[0]]
-    for _ in range(30):
-        mask = erasures.another_copy(basis, clean[0], torch.stack(known), rng)
-        assert mask is not None
-        found, left = erasures.refine(outside, clean[:1], mask[None])
-        if float(left) < 1e-5 and not any(torch.equal(found[0], k) for k in known):
-            known.append(found[0])
-    assert {tuple(k.tolist()) for k in known} == {tuple(k.tolist()) for k in kept[:4]}
+    for _ in range(12):
+        forbidden = erasures.another(clean[0], torch.stack(known), 24, rng)
+        rows = clean[:1].expand(24, -1)
+        masks = erasures.decode(basis, rows, forbidden=forbidden, rng=rng, steps=300)
+        found, left = erasures.refine(outside, rows, masks)
+        for mask in found[(left < 1e-5) & (found.double().mean(1) > 0.5)]:  # the empty mask lies in every span
+            if not any(torch.equal(mask, k) for k in known):
+                known.append(mask)
+    assert {tuple(k.tolist()) for k in known} == {tuple(k.tolist()) for k in kept[:6]}
+
+
+def test_what_is_forbidden_is_kept_by_every_known_copy():
+    _, clean, kept = made(10, 0.2, seed=5, copies=4)
+    forbidden = erasures.another(clean[0], kept[:4], 40, torch.Generator().manual_seed(1))
+    assert bool((forbidden.sum(1) == 1).all())
+    assert not bool((forbidden & ~kept[:4].all(0)).any())

@@ -20,6 +20,7 @@ def made(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Ten
     q, k = (torch.randn(count, HEADS, SIZE, generator=rng, dtype=torch.double) for _ in range(2))
     same = torch.tensor(sentence)[:, None] == torch.tensor(sentence)[None]
     weights = torch.randn(HEADS, count, count, generator=rng, dtype=torch.double) * same
+    weights = weights - same * weights.sum(2, keepdim=True) / same.sum(1)[:, None]  # the softmax ignores a shift
     toward_q = torch.einsum("hij,jhd->ihd", weights, k)
     toward_k = torch.einsum("hij,ihd->jhd", weights, q)
     order = torch.randperm(count, generator=rng).tolist()
@@ -46,14 +47,15 @@ def test_the_sentences_are_found(lengths: list[int]):
         assert [positions[i] for i in members] == list(range(len(members)))
 
 
-def test_a_sentence_explains_its_own_signals_and_no_sentence_with_one_stranger_does():
-    toward_q, _, _, k, positions, sentence = made([6, 6, 6])
+@pytest.mark.parametrize("length", [6, 14, 24, 40, 100])  # a head is 16 wide
+def test_a_sentence_explains_its_own_signals_and_no_sentence_with_one_stranger_does(length: int):
+    toward_q, toward_k, q, k, positions, sentence = made([length, length, 6])
     own = torch.tensor([i for i, s in enumerate(sentence) if s == 0])
-    assert float(linking.explained(toward_q, k, own).max()) < 1e-10
-    for lost in own.tolist():
+    assert float(linking.unexplained(toward_q, toward_k, q, k, own).max()) < 1e-6
+    for lost in own.tolist()[:8]:
         stranger = next(i for i, s in enumerate(sentence) if s == 1 and positions[i] == positions[lost])
         mixed = torch.tensor([stranger if i == lost else i for i in own.tolist()])
-        assert float(linking.explained(toward_q, k, mixed).max()) > 0.1
+        assert float(linking.unexplained(toward_q, toward_k, q, k, mixed).max()) > 0.05
 
 
 def test_signals_undo_the_gradient():

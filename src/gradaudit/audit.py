@@ -94,7 +94,8 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     spec = ModelSpec(case.model, case.task, max(2, len(rows.classes)), seed=case.seed, layers=case.layers)
     model = loaded if loaded is not None else load_model(spec, device)
     selection = Selection(case.selection.tensors)
-    client = Client(model, case.client.training(), case.client.dropout, case.client.freeze, case.build_defenses())
+    how = case.client
+    client = Client(model, how.training(), how.dropout, how.freeze, case.build_defenses(), how.dropout_rate)
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")

@@ -29,6 +29,9 @@ class ClientTable(_Table):
     """[client]: how the update is made."""
 
     dropout: bool = Field(default=False, description="train with dropout on, at the model's configured rates")
+    dropout_rate: float | None = Field(
+        default=None, gt=0, lt=1, description="rate at every place that drops out, when dropout is on; else configured"
+    )
     freeze: tuple[str, ...] = Field(default=(), description='not trained: "embeddings", "0-2:q,k,v", ...')
     optimizer: Literal["none", "sgd", "adamw"] = Field(default="none", description='"none" sends one gradient')
     learning_rate: float = Field(default=1e-4, gt=0, description="of the local optimizer")
@@ -137,6 +140,8 @@ class Case(_Table):
         """Return 16 hex digits that change with anything that can change the result."""
         data = self.resolved()
         del data["published"]  # another paper's numbers change nothing in ours
+        if data["client"]["dropout_rate"] is None:
+            del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -144,7 +149,8 @@ class Case(_Table):
         """Return a short name of the client's setting, for tables."""
         if self.name:
             return self.name
-        parts = ["dropout on" if self.client.dropout else "dropout off"]
+        rate = f" {self.client.dropout_rate:g}" if self.client.dropout_rate else ""
+        parts = [f"dropout on{rate}" if self.client.dropout else "dropout off"]
         if self.client.freeze:
             parts.append("frozen: " + ", ".join(self.client.freeze))
         if self.client.optimizer != "none":

@@ -28,6 +28,7 @@ class Client:
         dropout: train with dropout on, at the rates the model is configured with.
         freeze: selection expressions of what is not trained ("embeddings", "0-2:q,k,v", ...).
         defenses: what acts on the update before it leaves, in order.
+        dropout_rate: rate at every place that drops out, in place of the configured ones; None keeps those.
     """
 
     model: TransformersModel
@@ -35,6 +36,7 @@ class Client:
     dropout: bool = False
     freeze: tuple[str, ...] = ()
     defenses: tuple[UpdateDefense, ...] = ()
+    dropout_rate: float | None = None
 
     def frozen(self) -> tuple[str, ...]:
         """Return the names of the frozen parameters.
@@ -80,7 +82,7 @@ class Client:
             tensors=tensors,
             kind="gradient" if self.training.optimizer == "none" else "delta",
             training=self.training,
-            dropout=self.model.dropout_rate() if self.dropout else 0.0,
+            dropout=(self.dropout_rate or self.model.dropout_rate()) if self.dropout else 0.0,
             frozen=frozen,
             defenses=tuple(describe(d) for d in self.defenses),
         )
@@ -154,15 +156,15 @@ class Client:
     def _mode(self, seed: int, step: int) -> nullcontext[None] | _DropoutOn:
         if not self.dropout:
             return nullcontext()
-        return _DropoutOn(self.model, stream(seed, "dropout", step))
+        return _DropoutOn(self.model, stream(seed, "dropout", step), self.dropout_rate)
 
 
 class _DropoutOn:
     """Training mode with the masks drawn from one stream; evaluation mode after."""
 
-    def __init__(self, model: TransformersModel, rng: torch.Generator) -> None:
+    def __init__(self, model: TransformersModel, rng: torch.Generator, rate: float | None) -> None:
         self._random = global_stream(rng, model.device)
-        self._mode = model.training_mode()
+        self._mode = model.training_mode(rate)
 
     def __enter__(self) -> None:
         self._random.__enter__()

@@ -43,7 +43,7 @@ class Decode(Attack):
     """
 
     name: ClassVar[str] = "decode"
-    source: ClassVar[str] = "ours; see docs/exact-decoding.md. Decoding by linear programming after Candes and Tao (2005)"
+    source: ClassVar[str] = "ours: docs/exact-decoding.md; decoding by linear programs after Candes and Tao (2005)"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm")
     models_dropout: ClassVar[bool] = True
     candidates: int = hyper(
@@ -87,8 +87,8 @@ class Decode(Attack):
         model, known = seen.model, seen.knowledge
         if not model.absolute_positions:
             raise NotSupportedError(
-                "attack 'decode' decodes dropout after or before the first normalization (BERT, RoBERTa, MPNet, GPT-2); "
-                "this model has none there: give dropout = 0.0, or use 'dager'"
+                "attack 'decode' decodes dropout at the first normalization (BERT, RoBERTa, MPNet, GPT-2); this model "
+                "has none there: set dropout = false, or use 'dager'"
             )
         queries, keys = seen.role(0, "q"), seen.role(0, "k")
         inputs = MaskedInputs(model, first)
@@ -112,7 +112,7 @@ class Decode(Attack):
     def _placed(self, seen: Observation, first: Span) -> Reconstruction:
         if seen.kind != "gradient":
             raise NotSupportedError(
-                "attack 'decode' takes one gradient when dropout is off, and this update is a weight change; use 'dager'"
+                "attack 'decode' takes one gradient with dropout off, and this update is a weight change; use 'dager'"
             )
         left = matrices(seen, self.blocks)
         eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
@@ -152,12 +152,12 @@ def certificate(complete: bool, unexplained: float, length: int, head_width: int
     Args:
         complete: it runs from the first special token to the last without a hole.
         unexplained: share of its attention signals that its own tokens leave unexplained.
-        length: its tokens; a set of nearly twice a head's width explains anything, so it proves nothing.
+        length: its tokens; in a set of more than eight times a head's width one stranger could go unseen.
         head_width: width of an attention head.
     """
     if not complete:
         return "guess"
-    return "proven" if unexplained < _CLOSED and length < 1.6 * head_width else "likely"
+    return "proven" if unexplained < _CLOSED and length <= 8 * head_width else "likely"
 
 
 @dataclass

@@ -22,7 +22,7 @@ _WEAK, _MOST = 1e-3, 2.0
 """Pairs are kept with at least this share of the strongest signal, and at most so many times the rank of them: linking
 costs their number cubed."""
 _NEAR = 0.02
-"""Pairs of the batch stay this near the span of what is left, however much was taken out; the next ones start at 0.05."""
+"""Pairs of the batch stay this near the span of what is left, however much was taken out; others start at 0.05."""
 _MOST_SENTENCES = 64
 """Largest batch tried when the batch size is not known."""
 _ROWS = 8192
@@ -182,8 +182,11 @@ def descend(
     for _ in range(turns):
         if float(residuals.max()) < _FITS:
             break
-        here = {int(p): i for i, (p, t) in enumerate(zip(positions.tolist(), tokens.tolist(), strict=True))
-                if int(p) < len(sentence) and sentence[int(p)] == t}
+        here = {
+            int(p): i
+            for i, (p, t) in enumerate(zip(positions.tolist(), tokens.tolist(), strict=True))
+            if int(p) < len(sentence) and sentence[int(p)] == t
+        }
         member = torch.tensor(sorted(here.values()), device=positions.device)
         pull = placed.support[member].sum(0) if len(member) else placed.strength
         tried: list[tuple[int, ...]] = []

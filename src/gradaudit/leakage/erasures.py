@@ -82,7 +82,8 @@ def _solve(
         mask = (inside / x).clamp(0, 1)
         weight = 1 / (1 - mask + _SOFTENING) - 1 / (mask + _SOFTENING)
         push = base * weight / weight.abs().mean(1, keepdim=True).clamp_min(1e-12)
-    return boxed / x > 0.5
+    kept: Tensor = boxed / x > 0.5
+    return kept
 
 
 @torch.no_grad()

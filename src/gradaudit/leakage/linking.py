@@ -58,14 +58,13 @@ def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int 
     return weights
 
 
-def unexplained(
-    toward_queries: Tensor, toward_keys: Tensor, queries: Tensor, keys: Tensor, members: Tensor
-) -> Tensor:
+def unexplained(toward_queries: Tensor, toward_keys: Tensor, queries: Tensor, keys: Tensor, members: Tensor) -> Tensor:
     """Return [n] the share of each member's signals that attention among the members alone cannot make.
 
     Per head one matrix S [n, n] must explain both sides, delta_q = S k and delta_k = S^T q, and its rows sum to zero
-    (the softmax ignores a shift, with dropout too): 2 n h + n equations in n^2 unknowns, so a set of n < 2 h tokens
-    that leaves nothing unexplained exchanges attention with no other token. Least squares by the Sylvester equation
+    (the softmax ignores a shift, with dropout too). However long the set, q^T delta_q = delta_k^T k is h^2 conditions a
+    head that no S can bend, so a set that leaves nothing unexplained exchanges attention with no other token: one
+    stranger leaves about h / n (tests/test_linking.py measures it to n = 6 h). Least squares by the Sylvester equation
     S (k k^T) + (q q^T) S = delta_q k^T + q delta_k^T.
 
     Args:

@@ -60,10 +60,8 @@ def candidate_pairs(model: TextModel, first: Span, longest: int) -> Pairs:
     for position in range(min(longest, model.max_length)):
         near = near_tokens(model, check, first, position, _UNRELATED)
         ids = near.below(cut_by_gap(near.residuals, _ROUNDING, _UNRELATED)).ids
-        if position == 0 and special.prefix:
-            ids = ids[ids == special.prefix[0]]
-        else:
-            ids = ids[~torch.isin(ids, inner_never)]
+        opening = position == 0 and bool(special.prefix)
+        ids = ids[ids == special.prefix[0]] if opening else ids[~torch.isin(ids, inner_never)]
         if len(ids) == 0:
             break
         positions.append(torch.full_like(ids, position))

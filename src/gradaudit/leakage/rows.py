@@ -219,11 +219,11 @@ def _copies(
         if (how.size is not None and len(rows) >= how.size) or (only_first and not first):
             continue
         tries = effort * (_FIRST_TRIES if first else _TRIES)
-        row = rows[0].clean if rows else inputs.clean(0, torch.tensor(prefix, device=inputs.basis.device))[0]
+        x = rows[0].clean if rows else inputs.clean(0, torch.tensor(prefix, device=inputs.basis.device))[0]
         # of a first token that many copies blur, random objectives find the first
-        masks = torch.stack([r.kept for r in rows]) if rows else torch.zeros_like(row, dtype=torch.bool)[None]
-        clean.append(row.expand(tries, -1))
-        forbidden.append(another(row, masks, tries, rng) & bool(rows))
+        masks = torch.stack([row.kept for row in rows]) if rows else torch.zeros_like(x, dtype=torch.bool)[None]
+        clean.append(x.expand(tries, -1))
+        forbidden.append(another(x, masks, tries, rng) & bool(rows))
         owner += [kind] * tries
     if not clean:
         return
@@ -238,5 +238,3 @@ def _copies(
             same.append(Row(owner[at][1], owner[at][0], kept[at], rows_[at]))
             found.append(same[-1])
     _told(inputs, found)
-
-

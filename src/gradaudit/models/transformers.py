@@ -267,13 +267,25 @@ class TransformersModel(TextModel):
         return digest.hexdigest()
 
     @contextmanager
-    def training_mode(self) -> Iterator[None]:
-        """Turn dropout on inside the block, at the rates the model is configured with."""
+    def training_mode(self, rate: float | None = None) -> Iterator[None]:
+        """Turn dropout on inside the block, at the rates the model is configured with or at one rate everywhere."""
+        # Llama's attention keeps its rate in a plain attribute
+        places = [
+            (module, name)
+            for module in self.module.modules()
+            for name in (("p",) if isinstance(module, nn.Dropout) else ("attention_dropout",))
+            if rate is not None and isinstance(getattr(module, name, None), float)
+        ]
+        before = [getattr(module, name) for module, name in places]
+        for module, name in places:
+            setattr(module, name, rate)
         self.module.train()
         try:
             yield
         finally:
             self.module.eval()
+            for (module, name), old in zip(places, before, strict=True):
+                setattr(module, name, old)
 
     def dropout_rate(self) -> float:
         """Return the largest dropout rate the model is configured with (0.0: training mode changes nothing)."""

@@ -1,0 +1,198 @@
+"""Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
+
+    python benchmarks/rotten_tomatoes.py ../shared/data/rotten_tomatoes out/data/rotten_tomatoes.tsv
+    OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial
+
+Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
+(dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix).
+Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from gradaudit.audit import pick_device, prepare, run, run_info
+from gradaudit.case import parse_case
+from gradaudit.metrics.summary import summarize
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.progress import step
+from gradaudit.record import Record
+from gradaudit.terminal import progress_bars
+
+DATA: dict[str, dict[str, Any]] = {
+    "cola": {"path": "../shared/data/cola/in_domain_train.tsv", "header": False, "text": 3, "label": 1},
+    "sst2": {"path": "../shared/data/sst2/train_10k.tsv", "header": True, "text": 0, "label": 1},
+    "rt": {"path": "out/data/rotten_tomatoes.tsv", "header": False, "text": 1, "label": 0},
+}
+PRACTICAL = {"dropout": True, "freeze": ["embeddings"]}
+OFF = {"dropout": False}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table.
+
+    Args:
+        data: key of `DATA`.
+        size: batch size.
+        batches: how many.
+        client: the [client] table.
+        model: the case's model.
+        tensors: what the attacker sees.
+        defense: [[defense]] tables.
+        published: what to compare with, in words.
+    """
+
+    data: str
+    size: int
+    batches: int
+    client: dict[str, Any] = field(default_factory=lambda: dict(OFF))
+    model: str = "minilm"
+    tensors: str = "all"
+    defense: tuple[dict[str, Any], ...] = ()
+    published: str = ""
+
+    @property
+    def name(self) -> str:
+        """A folder name that tells the setting."""
+        parts = [self.model.replace(":", "-"), self.data, f"b{self.size}", "on" if self.client["dropout"] else "off"]
+        if "dropout_rate" in self.client:
+            parts.append(f"p{self.client['dropout_rate']}")
+        if self.tensors != "all":
+            parts.append(self.tensors.replace(":", "-").replace(",", ""))
+        parts += ["-".join(str(v) for v in d.values()) for d in self.defense]
+        return "-".join(parts)
+
+    def case(self) -> dict[str, Any]:
+        """The case file's content."""
+        data = DATA[self.data] | {"shuffle_seed": 101, "batch_size": self.size, "batches": self.batches}
+        return {
+            "name": self.name,
+            "model": self.model,
+            "data": data,
+            "client": self.client,
+            "selection": {"tensors": self.tensors},
+            "defense": list(self.defense),
+            "attack": {"name": "decode"},
+            "metrics": {"diagnose": False},
+        }
+
+
+GRAB = {1: "78.2", 2: "69.0", 4: "62.8", 8: "54.8", 16: "54.9", 32: "46.4"}
+DAGER = {("cola", 4): "94.0", ("cola", 8): "67.8", ("sst2", 4): "95.6", ("sst2", 8): "74.1", ("rt", 4): "66.8",
+         ("rt", 8): "37.1"}  # fmt: skip
+RATES = {0.2: "72.5", 0.3: "58.4", 0.4: "42.8"}
+
+
+def practical() -> list[Cell]:
+    """Dropout 0.1 on, embeddings frozen."""
+    cells = [Cell("cola", b, 20, PRACTICAL, published=f"Grab R-L {GRAB[b]}") for b in (1, 2, 4, 8)]
+    cells.append(Cell("sst2", 4, 20, PRACTICAL))
+    for model, sizes in (("minilm", {16: 8, 24: 3, 32: 2}), ("mpnet", {8: 4, 16: 4, 32: 2})):
+        for b, n in sizes.items():
+            cells.append(Cell("cola", b, n, PRACTICAL, model, published=f"Grab R-L {GRAB.get(b, '-')}"))
+    return cells
+
+
+def rates() -> list[Cell]:
+    """Higher dropout rates."""
+    return [
+        Cell("cola", b, n, PRACTICAL | {"dropout_rate": p}, published=f"Grab R-L {RATES[p]}" if b == 1 else "")
+        for b, n in ((1, 20), (4, 10))
+        for p in RATES
+    ]
+
+
+def benchmark() -> list[Cell]:
+    """Dropout off, encoder."""
+    return [
+        Cell(data, b, n, OFF, published=f"DAGER (BERT) R-1 {DAGER.get((data, b), '-')}")
+        for b, n in ((1, 20), (2, 20), (4, 20), (8, 10), (16, 4))
+        for data in ("cola", "sst2", "rt")
+    ]
+
+
+def decoders() -> list[Cell]:
+    """Decoders, dropout off, and GPT-2 with its dropout before the LayerNorm."""
+    cells = [Cell("cola", b, 10 if b < 16 else 3, OFF, "smollm2") for b in (1, 4, 16, 32)]
+    cells += [Cell("cola", b, 5 if b < 16 else 2, OFF, "random:gpt2") for b in (1, 4, 16, 32)]
+    on = {"dropout": True}
+    cells += [Cell("cola", b, n, on, "random:gpt2") for b, n in ((1, 10), (4, 10), (8, 3), (16, 2), (32, 2))]
+    return cells
+
+
+GROUPS = {"practical": practical, "rates": rates, "benchmark": benchmark, "decoders": decoders}
+
+
+def row(cell: Cell, records: list[Record]) -> str:
+    """Return the cell's table row."""
+    summary = summarize(records)[0]
+    sentences = [s for r in records for s in r.sentences]
+    proven = [s for s in sentences if s.certificate == "proven"]
+    loads = [r.load for r in records]
+    scores = [summary.scores[k].mean for k in ("rouge1", "rougeL", "exact")]
+    base = summary.baseline["rougeL"].mean
+    rate = cell.client.get("dropout_rate", 0.1) if cell.client["dropout"] else 0
+    return (
+        f"| {cell.model} | {cell.data} | {cell.size} | {rate:g} | {cell.tensors} | {len(records)} "
+        f"| {min(loads):.2f}-{max(loads):.2f} | {' | '.join(f'{v or 0:.1f}' for v in scores)} "
+        f"| {len(proven)}/{len(sentences)} | {sum(not s.exact for s in proven)} | {base or 0:.1f} "
+        f"| {summary.seconds:.1f} | {max(r.seconds for r in records):.0f} | {cell.published} |"
+    )
+
+
+HEADER = (
+    "| model | data | B | dropout | tensors | batches | load b/d | R-1 | R-L | exact % | proven | proven, wrong "
+    "| blind R-L | median s | slowest s | published |\n" + "|---" * 16 + "|"
+)
+
+
+def main() -> None:
+    """Run the groups and write a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="+", choices=sorted(GROUPS))
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the records")
+    parser.add_argument("--write", type=Path, default=Path("benchmarks/results/exact-decoding"), help="tables' folder")
+    parser.add_argument("--device", default="auto")
+    given = parser.parse_args()
+    device = pick_device(given.device)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
+    loaded: dict[str, TransformersModel] = {}
+    with progress_bars(Console(stderr=True)):
+        for group in given.groups:
+            lines, info = [], None
+            for cell in GROUPS[group]():
+                ready = prepare(parse_case(cell.case()), Path.cwd(), device, loaded.get(cell.model))
+                loaded[cell.model] = ready.model
+                records = []
+                for record in run(ready, given.out / f"decode-{cell.name}"):
+                    records.append(record)
+                    step(f"{cell.name}: batches", len(records), len(ready.batches))
+                info = run_info(ready)
+                lines.append(row(cell, records))
+                print(lines[-1], flush=True)
+                versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
+                machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}"
+                text = (
+                    f"Made by `{command}` with gradaudit {info.program} on {machine}; {versions}. Our scoring; labels "
+                    "and lengths unknown, batch size and dropout rate known; failures count 0.\n\n"
+                    f"{HEADER}\n" + "\n".join(lines) + "\n"
+                )
+                given.write.mkdir(parents=True, exist_ok=True)
+                (given.write / f"{group}.md").write_text(text, encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
