@@ -77,8 +77,10 @@ def stack(
 def gap_rank(values: Tensor, precision: float) -> tuple[int, float]:
     """Return the numerical rank by the widest gap of the spectrum, and that gap's ratio.
 
-    Only cuts whose next value is at the rounding level count: a gap between two true directions is no cut. With no
-    value at that level (noise, or as many tokens as the width) the widest gap of all is taken, if it is a gap.
+    Only cuts whose next value is at the rounding level count: a gap between two true directions is no cut. Of several
+    that are clear the last one above rounding is taken: with dropout off a true direction may be a thousand times
+    weaker than the rest and still forty times above rounding. With no value at that level (noise, or as many tokens
+    as the width) the widest gap of all is taken, if it is a gap.
 
     Args:
         values: singular values, largest first, not all zero.
@@ -96,7 +98,10 @@ def gap_rank(values: Tensor, precision: float) -> tuple[int, float]:
     ratio = relative[:-1] / relative[1:]
     at_rounding = relative[1:] < 32 * precision
     if bool(at_rounding.any()):
-        cut = int(torch.where(at_rounding, ratio, torch.zeros_like(ratio)).argmax())
+        clear = at_rounding & (ratio >= 10) & (relative[:-1] > 4 * precision)
+        clear_cuts = torch.where(clear)[0]
+        widest = torch.where(at_rounding, ratio, torch.zeros_like(ratio)).argmax()
+        cut = int(clear_cuts[-1] if len(clear_cuts) else widest)
         return cut + 1, float(ratio[cut])
     cut = int(ratio.argmax())
     if float(ratio[cut]) < 10:
