@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/decode_margins.py cases/decode-minilm-sst2-b4.toml --batches 0 1 2 3 4
 
-Prints for each batch: the worst rank of a right token among the prefiltered ones, by plain residual and after
-screening; the largest residual of a right token's mask; the smallest residual of a wrong token's mask (of those that
-keep at least half); and the rows of the batch that were not decoded, special tokens by name, others counted.
+Prints for each batch: the worst rank of a right token by plain residual; the largest residual of a right token's mask
+among those decoded in one pass; the smallest residual of a wrong token's mask (of those that keep at least half); and
+the rows that were not decoded in the end, special tokens by name, others counted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 
 import torch
 
-from gradaudit.attacks.decode import _LEAST_KEPT, Decode, _Decoder
 from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import load_case
-from gradaudit.leakage.erasures import decode, outer_products, refine
-from gradaudit.leakage.subspace import VocabularyCheck, span
+from gradaudit.leakage.erasures import decode, refine
+from gradaudit.leakage.rows import INSIDE, LEAST_KEPT, MaskedInputs, Search, find_rows
+from gradaudit.leakage.subspace import span
 from gradaudit.streams import stream
+
+CANDIDATES = 200
 
 
 def main() -> None:
@@ -30,43 +32,31 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[0, 1, 2], help="which batches, by number")
     given = parser.parse_args()
     ready = prepare(load_case(given.case), given.case.resolve().parent, pick_device("cpu"))
-    attack, model = Decode(), ready.model
+    model = ready.model
     for number in given.batches:
         batch = private_batch(ready, number)
         _, seen = sent(ready, batch, number)
         truth = Counter((p, t) for row in batch.sequences() for p, t in enumerate(row))
         first = span(seen, 0)
         assert first is not None
-        decoder = _Decoder(attack, seen, first, stream(ready.case.seed, "attack", number))
-        check, products = VocabularyCheck(model.first_input_parts(), first), outer_products(first.basis)
-        plain_rank = screened_rank = 0
-        right, wrong = 0.0, 1.0
+        inputs = MaskedInputs(model, first)
+        worst, right, wrong = 0, 0.0, 1.0
         for position in range(1, batch.ids.shape[1]):
-            ids = check.rough(position).topk(attack.candidates, largest=False).indices
-            rows = model.first_inputs(position, ids).double()
-            fit = decode(first.basis, products, rows, start=None, first=0, steps=attack.screening)
-            order = fit.share.argsort(descending=True).tolist()
-            in_batch = [i for i, t in enumerate(ids.tolist()) if (position, t) in truth]
-            plain_rank = max([plain_rank, *in_batch])
-            screened_rank = max([screened_rank, *(order.index(i) for i in in_batch)])
-            best = torch.tensor(order[: 2 * len(batch.ids) + 8])
-            fit = decode(
-                first.basis, products, rows[best], start=fit.weights[best], first=attack.screening, steps=attack.steps
-            )
-            kept, outside = refine(decoder.outside, rows[best], fit.kept)
-            plausible = kept.double().mean(1) > _LEAST_KEPT
-            hit = torch.tensor([(position, int(ids[i])) in truth for i in best.tolist()])
-            right = max([right, *outside[plausible & hit].tolist()])
+            ids = inputs.near(position, max(CANDIDATES, first.rank))
+            clean = inputs.clean(position, ids)
+            kept, outside = refine(inputs.outside, clean, decode(inputs.basis, clean))
+            hit = torch.tensor([(position, t) in truth for t in ids.tolist()])
+            worst = max([worst, *torch.where(hit)[0].tolist()])
+            plausible = kept.double().mean(1) > LEAST_KEPT
+            right = max([right, *outside[hit & (outside < INSIDE)].tolist()])
             wrong = min([wrong, *outside[plausible & ~hit].tolist()])
-        decoder.tokens()
-        decoder.copies()
-        found = Counter((row.position, row.token) for row in decoder.found)
+        how = Search(len(batch.ids), CANDIDATES, model.max_length)
+        found = Counter((row.position, row.token) for row in find_rows(inputs, how, stream(0, "margins", number)))
         named = {t: model.tokenizer.convert_ids_to_tokens(t) for t in model.special.ids}
         missed = Counter(named.get(t, "other") for (_, t), n in (truth - found).items() for _ in range(n))
         print(
-            f"batch {number}: b = {batch.tokens}, worst rank of a right token {plain_rank} plain, {screened_rank} "
-            f"screened; right rows at most {right:.1e}, wrong ones at least {wrong:.1e}; "
-            f"missed {dict(missed) or 'none'}, false {sum((found - truth).values())}",
+            f"batch {number}: b = {batch.tokens}, worst rank of a right token {worst}; right rows at most {right:.1e}, "
+            f"wrong ones at least {wrong:.1e}; missed {dict(missed) or 'none'}, false {sum((found - truth).values())}",
             flush=True,
         )
 

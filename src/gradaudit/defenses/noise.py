@@ -27,6 +27,7 @@ class Gaussian(UpdateDefense):
 
     name: ClassVar[str] = "gaussian"
     sigma: float = hyper(1e-4, "standard deviation of the noise", unit="gradient units", source="DAGER, section 5")
+    relative: bool = hyper(False, "sigma in multiples of each tensor's own root mean square")
 
     def __post_init__(self) -> None:
         if not self.sigma > 0:
@@ -34,6 +35,10 @@ class Gaussian(UpdateDefense):
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         return {
-            name: value + self.sigma * torch.randn(value.shape, generator=rng, dtype=value.dtype).to(value.device)
+            name: value
+            + self._scale(value) * torch.randn(value.shape, generator=rng, dtype=value.dtype).to(value.device)
             for name, value in tensors.items()
         }
+
+    def _scale(self, value: Tensor) -> float:
+        return self.sigma * (float(value.square().mean().sqrt()) if self.relative else 1.0)

@@ -1,0 +1,101 @@
+"""Certificates against decoys, with the truth at hand: how many wrong sentences would be called proven.
+
+    OMP_NUM_THREADS=1 python benchmarks/exact_decoding_decoys.py --write benchmarks/results/exact-decoding/decoys.md
+
+Dropout on: one row of a right sentence exchanged for another sentence's at the same position. Dropout off: a right
+sentence with one token exchanged for another word of the batch, and sentences of other batches (swap control).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from exact_decoding import OFF, PRACTICAL, Cell
+
+from gradaudit.attacks.decode import _CLOSED, _Linked
+from gradaudit.audit import Prepared, pick_device, prepare, private_batch, sent
+from gradaudit.case import parse_case
+from gradaudit.leakage.assembly import take_out
+from gradaudit.leakage.deflation import matrices, remainder
+from gradaudit.leakage.linking import unexplained
+from gradaudit.leakage.rows import MaskedInputs, Search, find_rows
+from gradaudit.leakage.subspace import span
+from gradaudit.streams import stream
+
+
+def masked(ready: Prepared, number: int, most: int) -> list[float]:
+    """Return what decoys of one batch leave unexplained, dropout on."""
+    batch = private_batch(ready, number)
+    _, seen = sent(ready, batch, number)
+    first = span(seen, 0)
+    assert first is not None
+    inputs = MaskedInputs(ready.model, first)
+    rows = find_rows(inputs, Search(len(batch.ids), 200, 512), stream(0, "decoys", number))
+    if len(rows) < first.rank:
+        return []
+    linked = _Linked(seen, inputs, rows)
+    parts = linked.attention(seen.role(0, "q")[0].double(), seen.role(0, "k")[0].double())
+    sentences = [tuple(s) for s in batch.sequences()]
+    # which row is whose: the only partition that leaves nothing unexplained is the right one
+    groups, _ = linked.grouped(*parts)
+    left = []
+    for one, other in itertools.permutations(groups, 2):
+        for at, row in enumerate(one):
+            same = [i for i in other if rows[i].position == rows[row].position and rows[i].token != rows[row].token]
+            if same:
+                decoy = torch.tensor([*one[:at], same[0], *one[at + 1 :]])
+                assert tuple(rows[i].token for i in decoy.tolist()) not in sentences
+                left.append(float(unexplained(*parts, decoy).max()))
+    return left[:: max(1, len(left) // most)][:most]
+
+
+def plain(ready: Prepared, number: int, most: int) -> list[bool]:
+    """Return which decoys of one batch would be proven, dropout off."""
+    batch, other = private_batch(ready, number), private_batch(ready, (number + 1) % len(ready.batches))
+    _, seen = sent(ready, batch, number)
+    rest = remainder(matrices(seen, 3), torch.finfo(torch.float32).eps)
+    right = [tuple(s) for s in batch.sequences()]
+    words = sorted({t for s in right for t in s[1:-1]})
+    decoys = [tuple(s) for s in other.sequences()]
+    for at, sentence in enumerate(itertools.islice(itertools.cycle(right), most)):
+        place = 1 + at % (len(sentence) - 2)
+        word = words[(7 * at) % len(words)]
+        decoys.append((*sentence[:place], word, *sentence[place + 1 :]))
+    said = []
+    for decoy in [d for d in decoys if d not in right][:most]:
+        taken = take_out(ready.model, rest, decoy, [len(right)], [1, 2])
+        said.append(taken is not None and taken[2])
+    return said
+
+
+def main() -> None:
+    """Run the decoys and write the counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--each", type=int, default=14, help="decoys a batch and setting")
+    parser.add_argument("--write", type=Path, default=None)
+    given = parser.parse_args()
+    device = pick_device("cpu")
+    on = prepare(parse_case(Cell("cola", 4, given.batches, PRACTICAL).case()), Path.cwd(), device)
+    off = prepare(parse_case(Cell("cola", 4, given.batches, OFF).case()), Path.cwd(), device, on.model)
+    left = [value for number in range(given.batches) for value in masked(on, number, given.each)]
+    said = [value for number in range(given.batches) for value in plain(off, number, given.each)]
+    text = (
+        f"Made by `python {shlex.join(sys.argv)}`. MiniLM, CoLA, batches of 4.\n\n"
+        "| setting | decoys | called proven | nearest to being proven |\n|---|---|---|---|\n"
+        f"| dropout on: one row exchanged | {len(left)} | {sum(v < _CLOSED for v in left)} "
+        f"| {min(left):.1e} unexplained, limit {_CLOSED:.0e} |\n"
+        f"| dropout off: one token exchanged, sentences of another batch | {len(said)} | {sum(said)} | |\n"
+    )
+    print(text)
+    if given.write is not None:
+        given.write.write_text(text, encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Placing words: the sparsest signals against problems made here, and labels by explaining a gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradaudit.client import Client
+from gradaudit.leakage.deflation import matrices, remainder, sentence_gradient
+from gradaudit.leakage.explain import explain
+from gradaudit.leakage.pairs import candidate_pairs, sparse_signals
+from tiny_models import batch_of, seen_of, sentences
+
+
+def test_the_sparsest_signals_are_the_ones_that_made_the_gradient():
+    rng = torch.Generator().manual_seed(0)
+    words, places = (torch.randn(n, 80, generator=rng, dtype=torch.double) for n in (8, 4))
+    rows = (words[:, None] + places[None]).reshape(-1, 80)  # 32 candidates, all in the span of the right ones
+    signals = torch.zeros(32, 90, dtype=torch.double)
+    # word 0 stands at every place and links them; the others occur once
+    right = [0, 1, 2, 3, *(4 * word + word % 4 for word in range(1, 8))]
+    signals[right] = torch.randn(len(right), 90, generator=rng, dtype=torch.double)
+    gradient = signals.T @ rows
+    _, values, vh = torch.linalg.svd(gradient, full_matrices=False)
+    basis = vh[: int((values > 1e-9 * values[0]).sum())].T
+    found = sparse_signals(gradient, rows, basis)
+    assert torch.allclose(found.T @ rows, gradient, atol=1e-6)
+    assert sorted(found.norm(dim=1).topk(len(right)).indices.tolist()) == sorted(right)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet"])
+def test_every_pair_of_the_batch_is_a_candidate(load, family: str):
+    model = load(family)
+    batch = batch_of(model, sentences((4,), 2))
+    rest = remainder(matrices(seen_of(Client(model), batch), 2), 1.2e-7)
+    pairs = candidate_pairs(model, rest.span(0), 64)
+    found = set(zip(pairs.positions.tolist(), pairs.tokens.tolist(), strict=True))
+    assert {(p, t) for s in batch.sequences() for p, t in enumerate(s)} <= found
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_the_right_sentences_explain_the_gradient_with_their_labels_and_others_do_not(load, family: str):
+    model = load(family)
+    batch = batch_of(model, sentences((3, 5), 1), [1, 0])
+    left = matrices(seen_of(Client(model), batch), 2)
+    right = [tuple(s) for s in batch.sequences()]
+    labels, share = explain(model, right, left, 1 / 2)
+    assert labels == (1, 0)
+    assert share < 1e-4
+    for at in range(1, len(right[1]) - 1):
+        other = next(t for t in range(5, 60) if t not in model.special.ids and t != right[1][at])
+        changed = (*right[1][:at], other, *right[1][at + 1 :])
+        assert explain(model, [right[0], changed], left, 1 / 2)[1] > 1e-3
+
+
+def test_the_mean_of_two_sentences_own_gradients_is_the_batchs(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((3, 5), 4), [0, 1])
+    left = matrices(seen_of(Client(model), batch), 2)
+    own = [sentence_gradient(model, tuple(s), y, left) for s, y in zip(batch.sequences(), (0, 1), strict=True)]
+    for key, whole in left.items():
+        assert torch.allclose((own[0][key] + own[1][key]) / 2, whole, atol=1e-6 + 1e-5 * float(whole.abs().max()))
