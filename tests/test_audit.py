@@ -139,7 +139,9 @@ def test_an_attack_that_breaks_is_a_record_and_the_others_go_on(folders, data: P
 
 
 def test_flags_name_what_was_done(folders, data: Path, tmp_path: Path):
-    ready = make(folders, data, "bert", client={"dropout": True}, defense=[{"name": "gaussian", "sigma": 0.1, "relative": False}])
+    ready = make(
+        folders, data, "bert", client={"dropout": True}, defense=[{"name": "gaussian", "sigma": 0.1, "relative": False}]
+    )
     record, _ = audit.audit_batch(ready, 0)
     assert {"dropout-not-modeled", "defense-not-modeled", "word-rows-shared"} <= set(record.flags)
     assert record.knowledge["defenses"] == [{"name": "gaussian", "sigma": 0.1, "relative": False}]

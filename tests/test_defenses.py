@@ -83,7 +83,10 @@ def test_defenses_are_recorded_in_order_and_shown_only_when_given(load):
     model = load("gpt2")
     batch = batch_of(model, sentences((4,), 1))
     client = Client(model, defenses=(Gaussian(0.5), Gaussian(0.25)))
-    expected = ({"name": "gaussian", "sigma": 0.5, "relative": False}, {"name": "gaussian", "sigma": 0.25, "relative": False})
+    expected = (
+        {"name": "gaussian", "sigma": 0.5, "relative": False},
+        {"name": "gaussian", "sigma": 0.25, "relative": False},
+    )
     assert client.update(batch, stream(0, "client")).defenses == expected
     assert seen_of(client, batch).knowledge.defenses == expected
     assert seen_of(client, batch, given=Given(defenses=False)).knowledge.defenses is None

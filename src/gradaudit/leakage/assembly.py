@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.deflation import Matrices, Remainder, remainder, sentence_gradient
-from gradaudit.leakage.linking import joint_support
+from gradaudit.leakage.linking import group, joint_support
 from gradaudit.leakage.pairs import Pairs, candidate_pairs, sparse_signals
 from gradaudit.leakage.subspace import Span
 from gradaudit.models.base import TextModel
@@ -283,6 +283,7 @@ def solve(
     pairs = candidate_pairs(model, rest.span(0), longest)
     sizes = [size] if size is not None else list(range(1, _MOST_SENTENCES + 1))
     ranked: list[tuple[float, tuple[int, ...]]] = []
+    placed: Placed | None = None
     while size is None or len(solved) < size:
         step(f"decode: {len(solved)} of {size or '?'} sentences", len(solved), size)
         first = rest.span(0)
@@ -319,8 +320,34 @@ def solve(
                 break
         if len(solved) == before:
             break
-    missing = (size or _sentences(placed)) - len(solved) if ranked else 0
-    return solved, _different(ranked, missing), rest
+    expected = size if size is not None else _sentences(placed) if placed is not None and ranked else 0
+    missing = max(0, expected - len(solved))
+    guesses = _different(ranked, missing)
+    if deeper and placed is not None and len(placed.pairs) and len(guesses) < missing:
+        guesses += _grouped(model, placed, missing - len(guesses), guesses)
+    return solved, guesses, rest
+
+
+def _grouped(model: TextModel, placed: Placed, count: int, guesses: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return further guesses from the words that no guess uses, grouped by attention.
+
+    Args:
+        model: the model.
+        placed: the pairs that are left.
+        count: how many.
+        guesses: what was guessed already.
+    """
+    special = model.special
+    used = {(p, t) for sentence in guesses for p, t in enumerate(sentence)}
+    pairs = list(zip(placed.pairs.positions.tolist(), placed.pairs.tokens.tolist(), strict=True))
+    free = [i for i, pair in enumerate(pairs) if pair not in used and pair[1] not in special.ids]
+    # as many pairs as carry half of the signal: the weaker half are mostly wrong ones
+    strength = placed.strength[free]
+    free = free[: int((strength.cumsum(0) < strength.sum() / 2).sum()) + 1]
+    index = torch.tensor(free, dtype=torch.long, device=placed.strength.device)
+    groups = group(placed.support[index][:, index], [pairs[i][0] for i in free], count)
+    longest = sorted(groups, key=len, reverse=True)[:count]
+    return [(*special.prefix, *(pairs[free[i]][1] for i in members), *special.suffix) for members in longest]
 
 
 def _sentences(placed: Placed) -> int:
