@@ -170,9 +170,11 @@ def row(cell: Cell, records: list[Record]) -> str:
     loads = [r.load for r in records]
     scores = [summary.scores[k].mean for k in ("rouge1", "rougeL", "exact")]
     base = summary.baseline["rougeL"].mean
+    # what the attacker sees: the tensors, and what was done to them
+    seen = " ".join([cell.tensors, *(str(v) for d in cell.defense for v in d.values())])
     rate = cell.client.get("dropout_rate", 0.1) if cell.client["dropout"] else 0
     return (
-        f"| {cell.model} | {cell.data} | {cell.size} | {rate:g} | {cell.tensors} | {len(records)} "
+        f"| {cell.model} | {cell.data} | {cell.size} | {rate:g} | {seen} | {len(records)} "
         f"| {min(loads):.2f}-{max(loads):.2f} | {' | '.join(f'{v or 0:.1f}' for v in scores)} "
         f"| {len(proven)}/{len(sentences)} | {sum(not s.exact for s in proven)} | {base or 0:.1f} "
         f"| {summary.seconds:.1f} | {max(r.seconds for r in records):.0f} | {cell.published} |"

@@ -74,6 +74,8 @@ class Decode(Attack):
             rate = 0.0
         if rate != 0.0:
             return self._masked(seen, first, rng)
+        if seen.kind == "gradient" and not self._unmasked(seen, first):
+            return self._ranked(seen, first)  # few coordinates were sent: not full, and not the batch's span either
         if seen.model.causal:
             return self._grown(seen, rng)
         return self._placed(seen, first)
