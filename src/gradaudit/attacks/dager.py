@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,25 +13,11 @@ from torch import Tensor
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.prefixes import extension_residuals, prefix_residuals
-from gradaudit.leakage.subspace import (
-    Candidates,
-    Span,
-    VocabularyCheck,
-    cut_by_gap,
-    near_tokens,
-    span,
-)
+from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
+from gradaudit.leakage.subspace import Span, span
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
-
-_ROUNDING = 5e-6
-"""Residuals of true rows in float32: measured at most 3.2e-6 over batches of up to 170 tokens."""
-_UNRELATED = 0.05
-"""No gap threshold above this: rows that only share words with the batch start near 0.1."""
-_REPEATS = 16
-"""Longest run of one token a rotary sentence may start with: see `_Search.decoder`."""
 
 
 @register
@@ -82,10 +68,25 @@ class Dager(Attack):
         if first.rank >= seen.model.width or second.rank >= seen.model.width:
             notes.append("not identifiable: the row space is full (as many tokens as the width, or noise)")
             return Reconstruction(sequences=(), notes=tuple(notes), details=_ranks(first, second))
-        search = _Search(self, seen, first, second, notes)
-        found = search.decoder() if seen.model.causal else search.encoder(rng)
-        details = _ranks(first, second) | {"candidates": search.tried}
+        if seen.model.causal:
+            grown = grow(seen, first, second, self._rules())
+            found, tried = grown.sentences, grown.tried
+            notes += grown.notes
+        else:
+            search = _Products(self, seen, first, second, notes)
+            found, tried = search.sentences(rng), search.tried
+        details = _ranks(first, second) | {"candidates": tried}
         return Reconstruction(sequences=tuple(found), notes=tuple(notes), details=details)
+
+    def _rules(self) -> Rules:
+        paper = self.threshold == "paper"
+        return Rules(
+            token=self.token_tolerance if paper else None,
+            row=self.sentence_tolerance if paper else None,
+            longest=self.max_length,
+            most=self.max_prefixes,
+            fixed_rank=self.rank == "paper",
+        )
 
     def _span(self, seen: Observation, layer: int) -> Span | None:
         if layer >= seen.model.depth:
@@ -101,8 +102,8 @@ def _ranks(first: Span, second: Span) -> dict[str, Any]:
 
 
 @dataclass
-class _Search:
-    """One run's state: what was accepted where, and how many candidates it took."""
+class _Products:
+    """An encoder's search: products of the tokens accepted at each position, and how many it took."""
 
     attack: Dager
     seen: Observation
@@ -110,104 +111,14 @@ class _Search:
     second: Span
     notes: list[str]
     tried: int = 0
-    _near: dict[int, Candidates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model = self.seen.model
-        self.check = VocabularyCheck(self.model.first_input_parts(), self.first)
+        self.accepted = AcceptedTokens(self.model, self.first, self.attack._rules().token)
         self.size = self.seen.knowledge.batch_size
-        special = self.model.special
-        never = sorted(special.ids - {*special.prefix, *special.suffix})
-        self.never = torch.tensor(never, dtype=torch.long, device=self.first.basis.device)
         self.longest = min(self.attack.max_length, self.model.max_length)
 
-    # tokens
-
-    def tokens(self, position: int) -> Tensor:
-        """Return the ids accepted at a position, nearest first."""
-        at = position if self.model.absolute_positions else 0
-        if at not in self._near:
-            self._near[at] = near_tokens(self.model, self.check, self.first, at, _UNRELATED)
-        near = self._near[at]
-        limit = self.attack.token_tolerance
-        if self.attack.threshold == "gap":
-            limit = cut_by_gap(near.residuals, _ROUNDING, _UNRELATED)
-        ids = near.below(limit).ids
-        return ids[~torch.isin(ids, self.never)]
-
-    def accepted(self, residuals: Tensor) -> Tensor:
-        """Return which block-1 residuals are inside."""
-        if self.attack.threshold == "paper":
-            return residuals < self.attack.sentence_tolerance
-        return residuals < cut_by_gap(residuals.flatten(), _ROUNDING, _UNRELATED)
-
-    # decoders
-
-    def decoder(self) -> list[tuple[int, ...]]:
-        """Grow prefixes until none can be extended; what cannot be extended is a sentence.
-
-        Without absolute positions, "t t t" has the inputs of "t" in every block (it attends to copies of itself), so
-        a run of the first token always fits. Such a run may only lead to something else: it is no sentence itself.
-        """
-        device = self.first.basis.device
-        prefixes = torch.zeros((1, 0), dtype=torch.long, device=device)
-        grown: list[tuple[int, ...]] = []
-        for position in range(self.longest):
-            candidates = self.tokens(position)
-            if len(candidates) == 0:
-                break
-            residuals = extension_residuals(self.model, self.second, prefixes, candidates)
-            self.tried += residuals.numel()
-            fits = self.accepted(residuals)
-            if position >= _REPEATS and not self.model.absolute_positions:
-                runs = (prefixes == prefixes[:, :1]).all(1)
-                fits &= ~(runs[:, None] & (candidates[None] == prefixes[:, :1]))
-            for row in torch.where(~fits.any(1))[0].tolist():
-                grown.append(tuple(prefixes[row].tolist()))
-            parent, token = torch.where(fits)
-            if len(parent) == 0:
-                prefixes = prefixes[:0]
-                break
-            if len(parent) > self.attack.max_prefixes:
-                keep = residuals[parent, token].argsort()[: self.attack.max_prefixes]
-                parent, token = parent[keep], token[keep]
-                self._note(f"more than {self.attack.max_prefixes} prefixes fit; the nearest were kept")
-            prefixes = torch.cat([prefixes[parent], candidates[token][:, None]], 1)
-            step(f"dager: {len(prefixes)} prefixes", position + 1)
-        grown += [tuple(row) for row in prefixes.tolist()]
-        sentences = [s for s in grown if s and not self._phantom(s)]
-        sentences += [s[:1] for s in grown if self._phantom(s) and not any(t[:1] == s[:1] for t in sentences)]
-        if self.size is None or len(sentences) < self.size:
-            sentences += self._inner_ends(sentences)
-        return sentences
-
-    def _phantom(self, sentence: tuple[int, ...]) -> bool:
-        return not self.model.absolute_positions and len(sentence) > 1 and len(set(sentence)) == 1
-
-    def _inner_ends(self, sentences: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Return the prefixes of found sentences that are sentences themselves.
-
-        They add no direction of their own to the first blocks. But a classifier's last block sends a query gradient
-        at the last token of each sentence only, so a prefix whose end lies in that span was a sentence.
-        """
-        last = self.model.depth - 1
-        if self.model.spec.task != "classification" or last < 2:
-            return []
-        ends = span(self.seen, last, ("q",), fixed_rank=self.attack.rank == "paper")
-        if ends is None or ends.rank >= self.model.width:
-            return []
-        found: list[tuple[int, ...]] = []
-        for sentence in sentences:
-            residuals = prefix_residuals(self.model, ends, list(sentence))
-            for length in torch.where(residuals[:-1] < _UNRELATED / 10)[0].tolist():
-                prefix = sentence[: length + 1]
-                if prefix not in found and prefix not in sentences:
-                    found.append(prefix)
-        return found
-
-    # encoders
-
-    def encoder(self, rng: torch.Generator) -> list[tuple[int, ...]]:
+    def sentences(self, rng: torch.Generator) -> list[tuple[int, ...]]:
         """Try the products of the sets of each position, shortest sentence first."""
         sets = self._sets()
         special = self.model.special
@@ -235,7 +146,7 @@ class _Search:
     def _sets(self) -> list[list[int]]:
         sets: list[list[int]] = []
         for position in range(self.longest):
-            ids = self.tokens(position).tolist()
+            ids = self.accepted.at(position).tolist()
             if not ids:
                 break
             if position == 0 and self.model.special.prefix:
@@ -286,9 +197,7 @@ class _Search:
 
     def _sentence_fits(self, residuals: Tensor) -> Tensor:
         # one chunk may hold no true sentence or only one: a gap within it says nothing, so the cut is fixed
-        limit = (
-            self.attack.sentence_tolerance if self.attack.threshold == "paper" else math.sqrt(_ROUNDING * _UNRELATED)
-        )
+        limit = self.attack.sentence_tolerance if self.attack.threshold == "paper" else math.sqrt(ROUNDING * UNRELATED)
         return residuals < limit
 
     def _remove(self, sets: list[list[int]], found: list[tuple[int, ...]]) -> None:

@@ -14,11 +14,12 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.assembly import solve
 from gradaudit.leakage.deflation import matrices
 from gradaudit.leakage.explain import explain
+from gradaudit.leakage.growth import Rules, grow
 from gradaudit.leakage.linking import group, joint_support, signals, unexplained
 from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.rows import MaskedInputs, Row, Search, find_rows
 from gradaudit.leakage.subspace import Span, span, stack
-from gradaudit.registry import build, hyper, register
+from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
 _CLOSED = 1e-3
@@ -77,7 +78,7 @@ class Decode(Attack):
         if seen.kind == "gradient" and not self._unmasked(seen, first):
             return self._ranked(seen, first)  # few coordinates were sent: not full, and not the batch's span either
         if seen.model.causal:
-            return self._grown(seen, rng)
+            return self._grown(seen, first)
         return self._placed(seen, first)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
@@ -153,19 +154,25 @@ class Decode(Attack):
         sequences = (*(s.tokens for s in solved), *guesses)
         return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), _ranks(first))
 
-    def _grown(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        grow: Attack = build("attack", "dager", {"max_length": self.max_length})
-        grown = grow.run(seen, rng)
-        size = seen.knowledge.batch_size or len(grown.sequences)
-        notes, details = list(grown.notes), dict(grown.details)
-        labels, certificates = None, ("likely",) * len(grown.sequences)
+    def _grown(self, seen: Observation, first: Span) -> Reconstruction:
+        second = span(seen, 1) if seen.model.depth > 1 else None
+        if second is None:
+            raise NotSupportedError(
+                "attack 'decode' needs query, key or value gradients of blocks 0 and 1 of a decoder"
+            )
+        if second.rank >= seen.model.width:
+            return Reconstruction(sequences=(), notes=(_FULL,), details=_ranks(first))
+        grown = grow(seen, first, second, Rules(longest=self.max_length))
+        size = seen.knowledge.batch_size or len(grown.sentences)
+        notes, details = grown.notes, _ranks(first)
+        labels, certificates = None, ("likely",) * len(grown.sentences)
         one_gradient = seen.kind == "gradient" and seen.model.spec.task == "classification"
-        if one_gradient and grown.sequences and len(grown.sequences) == size:
-            found, left = explain(seen.model, grown.sequences, matrices(seen, 2), 1 / size)
+        if one_gradient and grown.sentences and len(grown.sentences) == size:
+            found, left = explain(seen.model, grown.sentences, matrices(seen, 2), 1 / size)
             details["unexplained"] = left
             if left < _EXPLAINED:
                 labels, certificates = found, ("proven",) * len(found)
-        return Reconstruction(grown.sequences, labels, certificates, tuple(notes), details)
+        return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
 
 
 def _ranks(first: Span) -> dict[str, Any]:
