@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 from exact_decoding import OFF, PRACTICAL, Cell
 
-from gradaudit.attacks.decode import _CLOSED, _Linked
 from gradaudit.audit import Prepared, pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
 from gradaudit.leakage.assembly import take_out
 from gradaudit.leakage.deflation import matrices, remainder
-from gradaudit.leakage.linking import unexplained
 from gradaudit.leakage.rows import MaskedInputs, Search, find_rows
+from gradaudit.leakage.sentences import CLOSED, DecodedRows
 from gradaudit.leakage.subspace import span
 from gradaudit.streams import stream
 
@@ -38,11 +37,12 @@ def masked(ready: Prepared, number: int, most: int) -> list[float]:
     rows = find_rows(inputs, Search(len(batch.ids), 200, 512), stream(0, "decoys", number))
     if len(rows) < first.rank:
         return []
-    linked = _Linked(seen, inputs, rows)
-    parts = linked.attention(seen.role(0, "q")[0].double(), seen.role(0, "k")[0].double())
+    decoded = DecodedRows(seen, inputs, rows)
+    parts = decoded.signals()
+    assert parts is not None
     sentences = [tuple(s) for s in batch.sequences()]
     # which row is whose: the only partition that leaves nothing unexplained is the right one
-    groups, _ = linked.grouped(*parts)
+    groups = decoded.link(parts).groups
     left = []
     for one, other in itertools.permutations(groups, 2):
         for at, row in enumerate(one):
@@ -50,7 +50,7 @@ def masked(ready: Prepared, number: int, most: int) -> list[float]:
             if same:
                 decoy = torch.tensor([*one[:at], same[0], *one[at + 1 :]])
                 assert tuple(rows[i].token for i in decoy.tolist()) not in sentences
-                left.append(float(unexplained(*parts, decoy).max()))
+                left.append(float(parts.left(decoy)[0].max()))
     return left[:: max(1, len(left) // most)][:most]
 
 
@@ -88,8 +88,8 @@ def main() -> None:
     text = (
         f"Made by `python {shlex.join(sys.argv)}`. MiniLM, CoLA, batches of 4.\n\n"
         "| setting | decoys | called proven | nearest to being proven |\n|---|---|---|---|\n"
-        f"| dropout on: one row exchanged | {len(left)} | {sum(v < _CLOSED for v in left)} "
-        f"| {min(left):.1e} unexplained, limit {_CLOSED:.0e} |\n"
+        f"| dropout on: one row exchanged | {len(left)} | {sum(v < CLOSED for v in left)} "
+        f"| {min(left):.1e} unexplained, limit {CLOSED:.0e} |\n"
         f"| dropout off: one token exchanged, sentences of another batch | {len(said)} | {sum(said)} | |\n"
     )
     print(text)

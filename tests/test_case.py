@@ -83,6 +83,8 @@ def test_defaults_need_only_an_attack():
         (CONTRACT + '[metrics]\npublished = ["max"]\n', "unknown published scoring 'max'"),
         (CONTRACT + '[[defense]]\nname = "gausian"\n', "unknown defense 'gausian'; did you mean 'gaussian'?"),
         (CONTRACT + '[[defense]]\nname = "gaussian"\nsigma = 0.0\n', "sigma must be above 0"),
+        (CONTRACT + '[[defense]]\nname = "gaussian"\nsigma = inf\n', "sigma must be above 0 and finite"),
+        (CONTRACT.replace("dropout = true", "dropout = false\ndropout_rate = 0.2", 1), "needs dropout = true"),
         (CONTRACT.split("[attack]")[0], "has no [attack] table"),
         ("", "is empty"),
         ("model = ", "is not TOML"),
@@ -127,7 +129,14 @@ def test_the_hash_changes_with_what_changes_results_and_only_then(write):
     base = load_case(write(CONTRACT)).content_hash()
     assert load_case(write("# a comment\n" + CONTRACT)).content_hash() == base
     assert load_case(write(CONTRACT + "max_candidates = 10000000\n")).content_hash() == base  # the default, spelled out
-    for setting in ("seed=1", "attack.max_candidates=5", "knowledge.lengths=true", "data.batch_size=2"):
+    changes = (
+        "seed=1",
+        "attack.max_candidates=5",
+        "knowledge.lengths=true",
+        "data.batch_size=2",
+        "client.dropout_rate=0.2",
+    )
+    for setting in changes:
         assert load_case(write(CONTRACT), [setting]).content_hash() != base, setting
 
 

@@ -239,3 +239,26 @@ def test_a_sentence_without_a_token_is_refused(load, family):
     hollow = dataclasses.replace(batch, mask=batch.mask & torch.tensor([[True], [False]]))
     with pytest.raises(BadInputError, match="no token"):
         update_of(Client(model), hollow)
+
+
+def test_a_set_dropout_rate_is_recorded_told_and_put_back(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 6), 1))
+    rates = [m.p for m in model.module.modules() if isinstance(m, torch.nn.Dropout)]
+    before = update_of(Client(model, dropout=True), batch)
+    client = Client(model, dropout=True, dropout_rate=0.37)
+    made = update_of(client, batch)
+    assert made.dropout == 0.37
+    assert client.knowledge(batch, made, Given()).dropout == 0.37
+    assert update_of(Client(model), batch).dropout == 0.0
+    assert [m.p for m in model.module.modules() if isinstance(m, torch.nn.Dropout)] == rates
+    again = update_of(Client(model, dropout=True), batch)
+    assert all(torch.equal(before.tensors[n], again.tensors[n]) for n in before.tensors)
+    assert any(not torch.equal(before.tensors[n], made.tensors[n]) for n in before.tensors)
+
+
+def test_a_training_that_diverges_is_one_clear_sentence(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 6), 1))
+    with pytest.raises(BadInputError, match="NaN or infinite values: the training diverged"):
+        update_of(Client(model, LocalTraining("sgd", 1e30, 3)), batch)

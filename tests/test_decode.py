@@ -9,17 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradaudit.attacks.decode import Decode, _Linked, certificate
+import gradaudit.attacks.decode as attack_file
+from gradaudit.attacks.decode import Decode
 from gradaudit.client import Client
 from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
-from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.assembly import take_out
-from gradaudit.leakage.deflation import matrices, remainder
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.assembly import Solved, take_out
+from gradaudit.leakage.deflation import Remainder, matrices, remainder
+from gradaudit.leakage.growth import Grown
+from gradaudit.leakage.sentences import DecodedRows
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
-from gradaudit.types import Batch, Given, Observation
+from gradaudit.types import Batch, Given, LocalTraining, Observation
 
 pytestmark = pytest.mark.minilm
 
@@ -192,18 +195,70 @@ def test_only_a_whole_sentence_is_complete(minilm, positions, change, complete):
     ids = [101, 2003, 2004, 102]
     for at, token in change.items():
         ids[at] = token
-    assert _Linked._complete(SimpleNamespace(model=minilm), ids, positions) is complete
+    assert DecodedRows.complete(SimpleNamespace(model=minilm), ids, positions) is complete
 
 
-@pytest.mark.parametrize(
-    ("complete", "unexplained", "length", "said"),
-    [
-        (True, 1e-5, 12, "proven"),
-        (False, 1e-5, 12, "guess"),
-        (True, 1e-2, 12, "likely"),
-        (True, 1e-5, 256, "proven"),
-        (True, 1e-5, 257, "likely"),  # more than eight times a head of 32
-    ],
-)
-def test_a_proof_needs_all_three(complete: bool, unexplained: float, length: int, said: str):
-    assert certificate(complete, unexplained, length, head_width=32) == said
+def one_wrong(sentences: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    first, *others = sentences
+    return [(*first[:-1], first[-2]), *others]
+
+
+def test_sentences_whose_ranks_did_not_fall_by_their_length_are_likely_and_their_labels_are_not_told(
+    minilm, monkeypatch
+):
+    batch = batch_of(minilm, 12, 2)
+    seen = seen_of(minilm, batch, selection="0-2:q,k,v", dropout=False, freeze=())
+    rest = remainder(matrices(seen, 3), 1.2e-7)
+    solved = [Solved((101, 2003, 102), 1, proven=False), Solved((101, 2004, 102), 0, proven=True)]
+    monkeypatch.setattr(attack_file, "solve", lambda *_, **__: (solved, [(101, 2005, 102)], rest))
+    found = Decode()(seen, stream(0, "attack"))
+    assert found.certificates == ("likely", "proven", "guess")
+    assert found.labels is None
+
+
+@pytest.mark.parametrize(("falls", "proven"), [((6, 6), True), ((6, 5), False), ((5, 6), False), ((7, 7), False)])
+def test_taking_out_proves_only_when_every_rank_falls_by_exactly_the_length(minilm, monkeypatch, falls, proven):
+    batch = batch_of(minilm, 12, 2)
+    rest = remainder(matrices(seen_of(minilm, batch, selection="0-2:q,k,v", dropout=False, freeze=()), 3), 1.2e-7)
+    whole = rest.left
+
+    def fallen(self: Remainder, layer: int) -> SimpleNamespace:
+        return SimpleNamespace(rank=30 if self.left is whole else 30 - falls[layer - 1])
+
+    monkeypatch.setattr(Remainder, "span", fallen)
+    taken = take_out(minilm, rest, (101, 2003, 2004, 2005, 2006, 102), [2], [1, 2])
+    assert taken is not None
+    assert taken[2] is proven
+
+
+@pytest.mark.parametrize("how", ["wrong", "missing", "delta", "right"])
+def test_decoders_are_proven_only_when_all_of_one_gradient_is_explained(load, monkeypatch, how):
+    import tiny_models
+
+    model = load("llama")
+    batch = tiny_models.batch_of(model, ["river stone", "moon of the"])
+    training = LocalTraining("sgd", 0.1, 2) if how == "delta" else LocalTraining()
+    seen = tiny_models.seen_of(Client(model, training), batch)
+    right = [tuple(s) for s in batch.sequences()]
+    told = {"wrong": one_wrong(right), "missing": right[:1]}.get(how, right)
+    monkeypatch.setattr(attack_file, "grow", lambda *_: Grown(told, 1))
+    found = Decode()(seen, stream(0, "attack"))
+    assert found.certificates == ("proven" if how == "right" else "likely",) * len(told)
+    assert (found.labels is not None) is (how == "right")
+
+
+@pytest.mark.parametrize("field", ["candidates", "blocks", "starts", "most_words", "max_length"])
+def test_counts_below_one_are_refused(field):
+    with pytest.raises(BadInputError, match=f"{field} must be at least 1, got 0"):
+        Decode(**{field: 0})
+
+
+def test_a_score_that_is_no_number_is_refused():
+    with pytest.raises(BadInputError, match="least_score"):
+        Decode(least_score=float("nan"))
+
+
+def test_one_position_looked_at_is_an_empty_answer_and_no_error(minilm):
+    batch = batch_of(minilm, 12, 2)
+    found = Decode(max_length=1)(seen_of(minilm, batch, dropout=False, freeze=()), stream(0, "attack"))
+    assert "proven" not in (found.certificates or ())

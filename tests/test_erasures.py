@@ -92,3 +92,19 @@ def test_what_is_forbidden_is_kept_by_every_known_copy():
     forbidden = erasures.another(clean[0], kept[:4], 40, torch.Generator().manual_seed(1))
     assert bool((forbidden.sum(1) == 1).all())
     assert not bool((forbidden & ~kept[:4].all(0)).any())
+
+
+def test_a_coordinate_that_some_known_copy_drops_is_not_forbidden():
+    row, known = torch.ones(8, dtype=torch.double), torch.ones(3, 8, dtype=torch.bool)
+    known[0, :3], known[1, 2:5], known[:, 7] = False, False, False
+    forbidden = erasures.another(row, known, 20, torch.Generator().manual_seed(0))
+    assert set(torch.where(forbidden)[1].tolist()) == {5, 6}
+
+
+def test_random_objectives_differ_from_the_plain_one_and_from_each_other():
+    basis, _, _ = made(120, 0.1, seed=6)  # too full to decode: what comes out depends on the objective
+    strangers = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7), dtype=torch.double)
+    plain = erasures.decode(basis, strangers)
+    one, other = (erasures.decode(basis, strangers, rng=torch.Generator().manual_seed(s)) for s in (0, 1))
+    assert not torch.equal(one, plain)
+    assert not torch.equal(one, other)

@@ -216,3 +216,8 @@ def test_threshold_is_in_bounds_and_no_residual_is_near_it(residuals):
         assert max(cut / r, r / cut) > math.sqrt(widest) * 0.999 or not LOW < r < HIGH
     kept = Candidates(torch.arange(len(rows)), rows).below(cut)
     assert kept.residuals.tolist() == [r for r in residuals if r < cut]
+
+
+def test_the_last_clear_gap_is_the_rank_though_an_earlier_one_is_wider():
+    values = torch.tensor([1.0, 0.5, 0.4, 3e-6, 2e-6, 1e-8, 1e-8, 9e-9], dtype=torch.double)
+    assert gap_rank(values, EPS)[0] == 5

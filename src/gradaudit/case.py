@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -38,6 +38,12 @@ class ClientTable(_Table):
     epochs: int = Field(default=1, ge=1, description="passes over the batch")
     minibatch: int | None = Field(default=None, ge=1, description="sentences a local step; all when not set")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
+
+    @model_validator(mode="after")
+    def _rate_of_something(self) -> Self:
+        if self.dropout_rate is not None and not self.dropout:
+            raise ValueError("dropout_rate needs dropout = true")
+        return self
 
     def training(self) -> LocalTraining:
         """Return the table as the client takes it."""

@@ -63,7 +63,7 @@ class Client:
             rng: the client's random stream; dropout, minibatch order and defenses each get their own from it.
 
         Raises:
-            BadInputError: an empty batch, or nothing left to train.
+            BadInputError: an empty batch, nothing left to train, or a training that diverged.
         """
         if len(batch.ids) == 0 or not bool(batch.mask.any(1).all()):
             raise BadInputError("the batch is empty, or one of its sentences has no token; a client needs text")
@@ -78,6 +78,12 @@ class Client:
             tensors = self._weight_change(batch, trained, seed)
         for place, defense in enumerate(self.defenses):
             tensors = defense.on_update(tensors, stream(seed, "defense", place))
+        broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+        if broken:
+            raise BadInputError(
+                f"the update of '{broken[0]}' holds NaN or infinite values: the training diverged or the weights are "
+                "broken; lower the learning rate or mend the model"
+            )
         return Update(
             tensors=tensors,
             kind="gradient" if self.training.optimizer == "none" else "delta",

@@ -42,5 +42,5 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> BadInputError:
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{close[0]}'?" if close else "known: " + ", ".join(names)
+    hint = f"did you mean '{close[0]}'?" if close else "known: " + (", ".join(names) or "none")
     return BadInputError(f"unknown {kind} '{name}'; {hint}")

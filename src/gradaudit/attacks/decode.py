@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from gradaudit.attacks.base import Attack
-from gradaudit.errors import NotSupportedError
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.assembly import solve
 from gradaudit.leakage.deflation import matrices
 from gradaudit.leakage.explain import explain
 from gradaudit.leakage.growth import Rules, grow
-from gradaudit.leakage.linking import group, joint_support, signals, unexplained
 from gradaudit.leakage.ranking import rank_words
-from gradaudit.leakage.rows import MaskedInputs, Row, Search, find_rows
+from gradaudit.leakage.rows import MaskedInputs, Search, find_rows, look_harder
+from gradaudit.leakage.sentences import DecodedRows, Linked, Signals
 from gradaudit.leakage.subspace import Span, span, stack
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
-_CLOSED = 1e-3
-"""A sentence whose attention signals its own tokens explain up to this is closed: right ones are at 1e-5."""
 _EXPLAINED = 1e-4
 """A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
+_EFFORTS = (2, 4)
+"""Rows still missing: each round tries so many times as often."""
 _OFF = 1e-3
 """A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
@@ -41,6 +40,9 @@ class Decode(Attack):
     encoder's words are placed by the sparsest signals that explain block 0's gradient, linked, mended in the span of
     block 1, and taken out of the gradient one sentence after the other; a decoder's prefixes grow as in DAGER. Labels,
     lengths and the dropout rate need not be known.
+
+    Raises:
+        BadInputError: a count below 1.
     """
 
     name: ClassVar[str] = "decode"
@@ -61,6 +63,13 @@ class Decode(Attack):
         source="words of the batch score 15 to 70, the first of the others 4 to 8 (MiniLM, five defenses)",
     )
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens")
+
+    def __post_init__(self) -> None:
+        for name in ("candidates", "blocks", "starts", "most_words", "max_length"):
+            if getattr(self, name) < 1:
+                raise BadInputError(f"attack 'decode': {name} must be at least 1, got {getattr(self, name)}")
+        if not math.isfinite(self.least_score):
+            raise BadInputError(f"attack 'decode': least_score must be a number, got {self.least_score}")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         first = span(seen, 0)
@@ -116,22 +125,45 @@ class Decode(Attack):
                 "attack 'decode' decodes dropout at the first normalization (BERT, RoBERTa, MPNet, GPT-2); this model "
                 "has none there: set dropout = false, or use 'dager'"
             )
-        queries, keys = seen.role(0, "q"), seen.role(0, "k")
         inputs = MaskedInputs(model, first)
-        found = find_rows(inputs, Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1), rng)
-        details, notes = _ranks(first) | {"rows": len(found)}, []
-        if len(found) < first.rank:
-            notes.append(f"{first.rank - len(found)} of {first.rank} rows were not decoded")
+        how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
+        found = find_rows(inputs, how, rng)
+        details: dict[str, Any] = _ranks(first)
         if not found:
-            return Reconstruction(sequences=(), notes=tuple(notes), details=details)
-        linked = _Linked(seen, inputs, found)
-        details["estimated_dropout"] = round(linked.rate(), 3)
-        if not queries or not keys:
+            return Reconstruction(sequences=(), notes=(f"none of {first.rank} rows was decoded",), details=details)
+        rows = DecodedRows(seen, inputs, found)
+        signals = rows.signals()
+        notes = []
+        if signals is None:
             notes.append("the query or key gradients of block 0 were not seen: tokens are placed, and cannot be linked")
-            sequences, certificates = linked.by_position()
+            sequences, certificates = rows.by_position()
         else:
-            sequences, certificates = linked.sentences(queries[0].double(), keys[0].double())
+            rows, linked = self._completed(rows, signals, how, rng)
+            sequences, certificates = rows.texts(linked.groups), linked.certificates
+        if len(rows.found) < first.rank:
+            notes.insert(0, f"{first.rank - len(rows.found)} of {first.rank} rows were not decoded")
+        details |= {"rows": len(rows.found), "estimated_dropout": round(rows.rate(), 3)}
         return Reconstruction(tuple(sequences), certificates=tuple(certificates), notes=tuple(notes), details=details)
+
+    @staticmethod
+    def _completed(
+        rows: DecodedRows, signals: Signals, how: Search, rng: torch.Generator
+    ) -> tuple[DecodedRows, Linked]:
+        """Put rows together, and look for those missing: first in what proven sentences leave, then harder."""
+        inputs = rows.inputs
+        linked = rows.link(signals)
+        for effort in _EFFORTS:
+            while len(rows.found) < inputs.span.rank:
+                more = rows.missing(signals, linked, how, rng)
+                if not more:
+                    break
+                rows, signals, linked = rows.joined(more)
+            if len(rows.found) == inputs.span.rank:
+                break
+            found = look_harder(inputs, how, rows.found, effort, rng)
+            if len(found) > len(rows.found):
+                rows, signals, linked = rows.joined(found[len(rows.found) :])
+        return rows, linked
 
     # dropout off
 
@@ -177,99 +209,3 @@ class Decode(Attack):
 
 def _ranks(first: Span) -> dict[str, Any]:
     return {"rank": first.rank, "rank_confidence": round(first.confidence, 1), "roles": " ".join(first.roles)}
-
-
-def certificate(complete: bool, unexplained: float, length: int, head_width: int) -> str:
-    """Return how sure a linked sentence is: "proven", "likely" or "guess".
-
-    Args:
-        complete: it runs from the first special token to the last without a hole.
-        unexplained: share of its attention signals that its own tokens leave unexplained.
-        length: its tokens; in a set of more than eight times a head's width one stranger could go unseen.
-        head_width: width of an attention head.
-    """
-    if not complete:
-        return "guess"
-    return "proven" if unexplained < _CLOSED and length <= 8 * head_width else "likely"
-
-
-@dataclass
-class _Linked:
-    """Decoded rows on their way to sentences."""
-
-    seen: Observation
-    inputs: MaskedInputs
-    found: list[Row]
-
-    def __post_init__(self) -> None:
-        self.model = self.seen.model
-        self.size = self.seen.knowledge.batch_size
-
-    def rate(self) -> float:
-        """Return the dropout rate that the masks show."""
-        return 1.0 - float(torch.stack([row.kept for row in self.found]).double().mean())
-
-    def attention(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the signals at queries and keys, and the queries and keys, each [b, H, h].
-
-        Args:
-            queries: [out, d] gradient of block 0's query matrix.
-            keys: the same of its key matrix.
-        """
-        known = self.seen.knowledge.dropout
-        rate = known if known is not None else self.rate()
-        clean, kept = torch.stack([row.clean for row in self.found]), torch.stack([row.kept for row in self.found])
-        inputs = self.inputs.inputs(clean, kept, rate)
-        q, k = self.model.project(0, "q", inputs), self.model.project(0, "k", inputs)
-        toward_q, toward_k = (signals(g, inputs).view_as(q) for g in (queries, keys))
-        return toward_q, toward_k, q, k
-
-    def sentences(self, queries: Tensor, keys: Tensor) -> tuple[list[tuple[int, ...]], list[str]]:
-        """Return the sentences and how sure each is (arguments as of `attention`)."""
-        groups, certificates = self.grouped(*self.attention(queries, keys))
-        sentences = [tuple(self._framed([self.found[i].token for i in members])) for members in groups]
-        return sentences, certificates
-
-    def grouped(self, toward_q: Tensor, toward_k: Tensor, q: Tensor, k: Tensor) -> tuple[list[list[int]], list[str]]:
-        """Link the rows: return each sentence's rows in order, and how sure it is (arguments from `attention`)."""
-        positions = [row.position for row in self.found]
-        place = torch.tensor(positions, device=q.device)
-        by_query, by_key = joint_support(toward_q, k, place), joint_support(toward_k, q, place)
-        affinity = by_query + by_query.T + by_key + by_key.T
-        size = self.size or max(positions.count(p) for p in set(positions))
-        groups, certificates = group(affinity, positions, size), []
-        for members in groups:
-            ids = [self.found[i].token for i in members]
-            index = torch.tensor(members, device=q.device)
-            left = float(unexplained(toward_q, toward_k, q, k, index).max())
-            complete = self._complete(ids, [positions[i] for i in members])
-            certificates.append(certificate(complete, left, len(members), q.shape[2]))
-        return groups, certificates
-
-    def by_position(self) -> tuple[list[tuple[int, ...]], list[str]]:
-        """Return a lone sentence in order; rows of several are laid out a position a turn, and are guesses."""
-        size = self.size or max(Counter(row.position for row in self.found).values())
-        places: dict[int, list[int]] = {}
-        for row in self.found:
-            places.setdefault(row.position, []).append(row.token)
-        rows = [[places[p][s] for p in sorted(places) if s < len(places[p])] for s in range(size)]
-        whole = size == 1 and len(self.found) == self.inputs.span.rank
-        sure = "likely" if whole and self._complete(rows[0], sorted(places)) else "guess"
-        return [tuple(self._framed(ids)) for ids in rows], [sure] * size
-
-    def _complete(self, ids: list[int], positions: list[int]) -> bool:
-        special = self.model.special
-        prefix, suffix = list(special.prefix), list(special.suffix)
-        inner = ids[len(prefix) : len(ids) - len(suffix)]
-        return (
-            positions == list(range(len(ids)))
-            and ids[: len(prefix)] == prefix
-            and ids[len(ids) - len(suffix) :] == suffix
-            and not any(i in special.ids for i in inner)
-        )
-
-    def _framed(self, ids: list[int]) -> list[int]:
-        """Put the tokenizer's own first and last tokens where they were not decoded: they are known to be there."""
-        special = self.model.special
-        inner = [i for i in ids if i not in (*special.prefix, *special.suffix)]
-        return [*special.prefix, *inner, *special.suffix]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,7 +23,7 @@ class Gaussian(UpdateDefense):
     This is *not* differential privacy: without a bound on one sentence's contribution, no epsilon follows.
 
     Raises:
-        BadInputError: a sigma that is not positive.
+        BadInputError: a sigma that is not positive and finite.
     """
 
     name: ClassVar[str] = "gaussian"
@@ -30,8 +31,8 @@ class Gaussian(UpdateDefense):
     relative: bool = hyper(False, "sigma in multiples of each tensor's own root mean square")
 
     def __post_init__(self) -> None:
-        if not self.sigma > 0:
-            raise BadInputError(f"defense 'gaussian': sigma must be above 0, got {self.sigma}")
+        if not 0 < self.sigma < math.inf:
+            raise BadInputError(f"defense 'gaussian': sigma must be above 0 and finite, got {self.sigma}")
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         return {

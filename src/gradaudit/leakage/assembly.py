@@ -70,10 +70,12 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
         found: candidate pairs of the whole gradient, which is sharper than what is left of it.
     """
     found = found.pick(first.residual(found.rows) < _NEAR)
+    if len(found) == 0:
+        none = first.values.new_zeros(0)
+        return Placed(found, none, none.new_zeros((0, 0)))
     signals = sparse_signals(rest.stacked(0), found.rows, first.basis)
     strength = signals.norm(dim=1)
-    strong = strength > _WEAK * strength.max() if len(strength) else strength.bool()
-    order = torch.where(strong)[0]
+    order = torch.where(strength > _WEAK * strength.max())[0]
     order = order[strength[order].argsort(descending=True)][: int(_MOST * first.rank) + 8]
     found, strength, signals = found.pick(order), strength[order], signals[order]
     support = torch.zeros((len(found), len(found)), dtype=torch.double, device=signals.device)
@@ -83,7 +85,7 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
             continue
         out = len(rest.left[layer, role])
         part, at = signals[:, at : at + out], at + out
-        if role == "v" or len(found) == 0:
+        if role == "v":
             continue
         atoms = model.project(0, "k" if role == "q" else "q", found.rows)
         weights = joint_support(part.reshape(atoms.shape), atoms, found.positions)

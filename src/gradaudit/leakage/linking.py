@@ -9,6 +9,7 @@ changes S, not its support.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,8 +59,40 @@ def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int 
     return weights
 
 
-def unexplained(toward_queries: Tensor, toward_keys: Tensor, queries: Tensor, keys: Tensor, members: Tensor) -> Tensor:
-    """Return [n] the share of each member's signals that attention among the members alone cannot make.
+@dataclass(frozen=True)
+class Explained:
+    """How far attention among the members of a set explains their signals.
+
+    Args:
+        left: [n] share of each member's signals that is left unexplained.
+        foreign: [n, q] the part of each hidden direction that was taken for each member's contamination.
+    """
+
+    left: Tensor
+    foreign: Tensor
+
+
+def conditions(count: int, heads: int, size: int) -> int:
+    """Return how many conditions the signals of a set of tokens meet that no choice of attention can bend.
+
+    Args:
+        count: tokens n of the set.
+        heads: H.
+        size: width h of a head: n (2 h + 1 - n) a head up to n = h, then h^2 + h however long the set.
+    """
+    bent = count**2 - max(0, count - size - 1) * max(0, count - size)
+    return heads * (count * (2 * size + 1) - bent)
+
+
+def unexplained(
+    toward_queries: Tensor,
+    toward_keys: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    members: Tensor,
+    hidden: tuple[Tensor, Tensor] | None = None,
+) -> Explained:
+    """Return the share of each member's signals that attention among the members alone cannot make.
 
     Per head one matrix S [n, n] must explain both sides, delta_q = S k and delta_k = S^T q, and its rows sum to zero
     (the softmax ignores a shift, with dropout too). However long the set, q^T delta_q = delta_k^T k is h^2 conditions a
@@ -67,12 +100,17 @@ def unexplained(toward_queries: Tensor, toward_keys: Tensor, queries: Tensor, ke
     stranger leaves about h / n (tests/test_linking.py measures it to n = 6 h). Least squares by the Sylvester equation
     S (k k^T) + (q q^T) S = delta_q k^T + q delta_k^T.
 
+    Rows of the batch that were not decoded leak into the signals of those that were: each member's signals are off by
+    a combination of the missing rows' signals, the same one at queries and keys and in all heads. With these `hidden`
+    directions given, that combination is solved for as well (n q unknowns against `conditions`).
+
     Args:
         toward_queries: [b, H, h] signals at the queries.
         toward_keys: [b, H, h] signals at the keys.
         queries: [b, H, h].
         keys: [b, H, h].
         members: [n] indices of the set.
+        hidden: [q, H, h] directions at the queries and at the keys that the missing rows' signals span.
     """
     count = len(members)
     side_q, side_k, q, k = (t[members].permute(1, 0, 2).double() for t in (toward_queries, toward_keys, queries, keys))
@@ -83,14 +121,34 @@ def unexplained(toward_queries: Tensor, toward_keys: Tensor, queries: Tensor, ke
     q, side_k = q / scale_q, side_k / scale_q
     along_k, turn_k = torch.linalg.eigh(k @ k.mT)
     along_q, turn_q = torch.linalg.eigh(q @ q.mT)
-    right = turn_q.mT @ (side_q @ k.mT + q @ side_k.mT) @ turn_k
     both = along_q[:, :, None] + along_k[:, None]
     free = both < 1e-12 * both.amax((1, 2), keepdim=True)
-    exchanged = turn_q @ torch.where(free, torch.zeros_like(right), right / both) @ turn_k.mT
-    left = (side_q - exchanged @ k).square().sum((0, 2)) + (side_k - exchanged.mT @ q).square().sum((0, 2))
+
+    def remaining(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        right = turn_q.mT @ (one @ k.mT + q @ other.mT) @ turn_k
+        exchanged = turn_q @ torch.where(free, torch.zeros_like(right), right / both) @ turn_k.mT
+        return one - exchanged @ k, other - exchanged.mT @ q
+
+    foreign = side_q.new_zeros((count, 0 if hidden is None else len(hidden[0])))
+    left_q, left_k = remaining(side_q, side_k)
+    if hidden is not None and foreign.numel():
+        at_q = torch.nn.functional.pad(hidden[0].double().permute(1, 0, 2) / scale_k, (0, 1))
+        at_k = hidden[1].double().permute(1, 0, 2) / scale_q
+        columns = []
+        for member in range(count):
+            for way in range(foreign.shape[1]):
+                one, other = torch.zeros_like(side_q), torch.zeros_like(side_k)
+                one[:, member], other[:, member] = at_q[:, way], at_k[:, way]
+                columns.append(torch.cat([t.flatten() for t in remaining(one, other)]))
+        matrix = torch.stack(columns, 1)
+        target = torch.cat([left_q.flatten(), left_k.flatten()])
+        foreign = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0].view(foreign.shape)
+        side_q = side_q - torch.einsum("nq,hqd->hnd", foreign, at_q)
+        side_k = side_k - torch.einsum("nq,hqd->hnd", foreign, at_k)
+        left_q, left_k = remaining(side_q, side_k)
+    left = left_q.square().sum((0, 2)) + left_k.square().sum((0, 2))
     whole = side_q.square().sum((0, 2)) + side_k.square().sum((0, 2))
-    share: Tensor = (left / whole.clamp_min(1e-300)).sqrt()
-    return share
+    return Explained((left / whole.clamp_min(1e-300)).sqrt(), foreign)
 
 
 def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[list[int]]:

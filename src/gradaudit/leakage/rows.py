@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +22,6 @@ _TRIES, _FIRST_TRIES = 8, 48
 _NEAREST, _RESTARTS, _ROUNDS = 16, 8, 20
 """A token that was missed ranks among the nearest by then, and random objectives, each well settled, reach it."""
 _COPY_STEPS = 300
-_BARREN = 3
-"""Rounds without a new row before the search ends, each with twice the tries of the one before."""
 _EMPTY = 3
 """So many positions without a row end the scan."""
 
@@ -55,10 +54,11 @@ class MaskedInputs:
     Args:
         model: the model.
         first: block 0's span.
+        near: a masked row this near the span lies in it.
     """
 
-    def __init__(self, model: TextModel, first: Span) -> None:
-        self.model, self.span = model, first
+    def __init__(self, model: TextModel, first: Span, near: float = INSIDE) -> None:
+        self.model, self.span, self.limit = model, first, near
         parts = model.first_input_parts()
         self._check = VocabularyCheck(parts, first)
         self._near: dict[int, Tensor] = {}
@@ -107,10 +107,10 @@ class MaskedInputs:
     def accepted(self, clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """Return the finished masks, and which of them are rows of the batch."""
         kept, outside = refine(self.outside, clean, start)
-        inside = (outside < INSIDE) & (kept.double().mean(1) > LEAST_KEPT)
+        inside = (outside < self.limit) & (kept.double().mean(1) > LEAST_KEPT)
         if self.model.dropout_before_norm and bool(inside.any()):
             at = torch.where(inside)[0]
-            inside[at] = self.span.residual(self.inputs(clean[at], kept[at], rate)) < 10 * INSIDE
+            inside[at] = self.span.residual(self.inputs(clean[at], kept[at], rate)) < 10 * self.limit
         return kept, inside
 
 
@@ -131,26 +131,47 @@ class Search:
     rate: float = 0.1
 
 
-def find_rows(inputs: MaskedInputs, how: Search, rng: torch.Generator) -> list[Row]:
-    """Return the rows of the batch: at most as many as the span has dimensions, and all of them where it can.
+def find_rows(inputs: MaskedInputs, how: Search, rng: torch.Generator, start: Sequence[Row] = ()) -> list[Row]:
+    """Return the rows of the batch that a scan of all positions and programs for further copies find.
+
+    At most as many as the span has dimensions. Where some are missing, `look_harder` goes on; cheaper is to put
+    together what was found, and to look for the rest in what certified sentences leave (`sentences.DecodedRows`).
 
     Args:
         inputs: the masked inputs of a model and a span.
         how: how far to look.
         rng: for further tries.
+        start: rows that are known; the others follow them in what is returned.
     """
-    found: list[Row] = []
-    longest = _scan(inputs, how, found)
-    barren = 0
-    while len(found) < inputs.span.rank and barren < _BARREN:
+    found: list[Row] = list(start)
+    _scan(inputs, how, found)
+    before = -1
+    while before < len(found) < inputs.span.rank:
         before = len(found)
-        _copies(inputs, how, found, 2**barren, rng, only_first=True)
+        _copies(inputs, how, found, 1, rng, only_first=True)
         if len(found) == before:
-            _copies(inputs, how, found, 2**barren, rng)
-        if len(found) == before:
-            _again(inputs, how, found, longest, rng)
-        barren = 0 if len(found) > before else barren + 1
+            _copies(inputs, how, found, 1, rng)
     return found
+
+
+def look_harder(
+    inputs: MaskedInputs, how: Search, found: Sequence[Row], effort: int, rng: torch.Generator
+) -> list[Row]:
+    """Return the rows with those added that more tries at copies, then random objectives at the nearest tokens find.
+
+    Args:
+        inputs: the masked inputs of a model and a span.
+        how: how far to look.
+        found: rows that are known.
+        effort: 1 or more; so many times the tries.
+        rng: for further tries.
+    """
+    more = list(found)
+    _copies(inputs, how, more, effort, rng)
+    if len(more) == len(found):
+        last = max(row.position for row in found) if found else 0
+        _again(inputs, how, more, min(how.max_length, inputs.model.max_length, last + 1 + _EMPTY), rng)
+    return more
 
 
 def _told(inputs: MaskedInputs, found: list[Row]) -> None:
@@ -161,11 +182,12 @@ def _count(inputs: MaskedInputs, how: Search) -> int:
     return min(max(how.candidates, inputs.span.rank), inputs.model.vocabulary_size)
 
 
-def _scan(inputs: MaskedInputs, how: Search, found: list[Row]) -> int:
-    """Look for every token at every position once; return the number of positions worth looking at again."""
+def _scan(inputs: MaskedInputs, how: Search, found: list[Row]) -> None:
+    """Look for every token at every position once."""
     model, prefix = inputs.model, inputs.model.special.prefix[:1]
     longest = min(how.max_length, model.max_length)
-    empty = last = 0
+    empty = 0
+    known = {(row.position, row.token) for row in found}
     for position in range(longest):
         ids = inputs.near(position, _count(inputs, how))
         if position == 0 and prefix:
@@ -174,13 +196,12 @@ def _scan(inputs: MaskedInputs, how: Search, found: list[Row]) -> int:
         clean = inputs.clean(position, ids)
         kept, inside = inputs.accepted(clean, decode(inputs.basis, clean), how.rate)
         for at in torch.where(inside)[0].tolist():
-            found.append(Row(int(ids[at]), position, kept[at], clean[at]))
+            if (position, int(ids[at])) not in known:
+                found.append(Row(int(ids[at]), position, kept[at], clean[at]))
         _told(inputs, found)
         empty = 0 if bool(inside.any()) else empty + 1
-        last = position if bool(inside.any()) else last
         if len(found) >= inputs.span.rank or empty == _EMPTY:
             break
-    return min(longest, last + 1 + _EMPTY)
 
 
 def _again(inputs: MaskedInputs, how: Search, found: list[Row], longest: int, rng: torch.Generator) -> None:

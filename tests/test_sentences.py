@@ -1,0 +1,167 @@
+"""Sentences from decoded rows: what is called proven, with every row known and with some of them missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradaudit.client import Client
+from gradaudit.data.source import make_batch
+from gradaudit.leakage import sentences
+from gradaudit.leakage.rows import INSIDE, MaskedInputs, Row, Search, find_rows
+from gradaudit.leakage.sentences import DecodedRows, Signals, certificate
+from gradaudit.leakage.subspace import span
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import Given
+from test_linking import HEADS, SIZE, made
+
+FIRST, LAST = 101, 102
+
+
+def linked(monkeypatch, groups: list[list[int]], parts: tuple[Tensor, ...], positions: list[int]) -> sentences.Linked:
+    """Certify given groups of rows; tokens are framed where they stand first or last in their group."""
+    tokens = [2000 + i for i in range(len(positions))]
+    for members in groups:
+        tokens[members[0]], tokens[members[-1]] = FIRST, LAST
+    rows = DecodedRows.__new__(DecodedRows)
+    nothing = torch.zeros(0)
+    rows.found = [Row(t, p, nothing, nothing) for t, p in zip(tokens, positions, strict=True)]
+    special = SimpleNamespace(prefix=(FIRST,), suffix=(LAST,), ids={0, FIRST, LAST})
+    rows.model, rows.size = SimpleNamespace(special=special), len(groups)  # type: ignore[assignment]
+    monkeypatch.setattr(sentences, "group", lambda *_: groups)
+    monkeypatch.setattr(DecodedRows, "_changes", lambda *_: [])
+    monkeypatch.setattr(Signals, "affinity", lambda self, positions: torch.zeros(len(positions), len(positions)))
+    none = torch.zeros(0, HEADS, SIZE, dtype=torch.double)
+    return rows.link(Signals(*parts, hidden=(none, none), beside=torch.zeros(1, 0)))
+
+
+def in_order(positions: list[int], sentence: list[int], which: int) -> list[int]:
+    return sorted((i for i, s in enumerate(sentence) if s == which), key=lambda i: positions[i])
+
+
+def test_right_sentences_are_proven_and_one_stranger_is_not(monkeypatch):
+    *parts, positions, sentence = made([8, 9, 7])
+    right = [in_order(positions, sentence, s) for s in range(3)]
+    assert linked(monkeypatch, right, tuple(parts), positions).certificates == ["proven"] * 3
+    swapped = [[*right[0][:3], right[1][3], *right[0][4:]], right[1], right[2]]
+    assert linked(monkeypatch, swapped, tuple(parts), positions).certificates == ["likely", "proven", "proven"]
+
+
+def test_a_hole_is_a_guess(monkeypatch):
+    *parts, positions, sentence = made([8, 9])
+    right = [in_order(positions, sentence, s) for s in range(2)]
+    holed = [[*right[0][:3], *right[0][4:]], right[1]]
+    assert linked(monkeypatch, holed, tuple(parts), positions).certificates == ["guess", "proven"]
+
+
+def test_one_member_in_one_head_is_enough_against_a_proof(monkeypatch):
+    toward_q, toward_k, q, k, positions, sentence = made([8, 9])
+    right = [in_order(positions, sentence, s) for s in range(2)]
+    toward_q[right[0][4], 2] += torch.randn(SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    found = linked(monkeypatch, right, (toward_q, toward_k, q, k), positions)
+    assert found.certificates == ["likely", "proven"]
+
+
+def test_a_set_too_long_for_its_heads_is_not_proven(monkeypatch):
+    *parts, positions, sentence = made([8 * SIZE + 1])
+    right = [in_order(positions, sentence, 0)]
+    assert linked(monkeypatch, right, tuple(parts), positions).certificates == ["likely"]
+
+
+@pytest.mark.parametrize(
+    ("complete", "left", "length", "spare", "said"),
+    [
+        (True, 1e-5, 12, 100.0, "proven"),
+        (False, 1e-5, 12, 100.0, "guess"),
+        (True, 2e-3, 12, 100.0, "likely"),
+        (True, 1e-5, 256, 100.0, "proven"),
+        (True, 1e-5, 257, 100.0, "likely"),  # more than eight times a head of 32
+        (True, 1e-5, 12, 3.0, "likely"),  # as many unknowns as a third of the conditions
+    ],
+)
+def test_a_proof_needs_all_four(complete: bool, left: float, length: int, spare: float, said: str):
+    assert certificate(complete, left, length, 32, spare) == said
+
+
+@pytest.fixture(scope="module")
+def decoded() -> Any:
+    """Return a real batch's sentences, observation, span and rows, dropout on."""
+    model = load_model(ModelSpec("minilm"))
+    texts = ["Rufus owes Clara nine euros.", "My key lies under the third pot.", "She came home late on Friday night."]
+    batch = make_batch(model, texts, [0, 1, 1])
+    client = Client(model, dropout=True, freeze=("embeddings",))
+    seen = client.observe(batch, Selection("0:q,k,v"), Given(), stream(3, "client"))
+    first = span(seen, 0)
+    assert first is not None
+    inputs = MaskedInputs(model, first)
+    rows = find_rows(inputs, Search(3, 200, 64), stream(0, "rows"))
+    assert len(rows) == first.rank
+    return SimpleNamespace(truth={tuple(s) for s in batch.sequences()}, seen=seen, inputs=inputs, rows=rows)
+
+
+def without(decoded: Any, lost: list[int]) -> tuple[DecodedRows, Signals]:
+    rows = DecodedRows(decoded.seen, decoded.inputs, [r for i, r in enumerate(decoded.rows) if i not in lost])
+    signals = rows.signals()
+    assert signals is not None
+    return rows, signals
+
+
+def lost_rows(decoded: Any, count: int) -> list[int]:
+    """Return so many rows of one sentence, its first one among them."""
+    rows, signals = without(decoded, [])
+    longest = max(rows.link(signals).groups, key=len)
+    return longest[:count]
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_sentences_are_proven_without_the_rows_of_another_and_show_where_those_lie(decoded, count: int):
+    lost = lost_rows(decoded, count)
+    rows, signals = without(decoded, lost)
+    found = rows.link(signals)
+    texts = rows.texts(found.groups)
+    proven = {t for t, sure in zip(texts, found.certificates, strict=True) if sure == "proven"}
+    assert len(proven) == 2
+    assert proven <= decoded.truth
+    more = rows.missing(signals, found, Search(3, 200, 64), stream(0, "more"))
+    wanted = {(decoded.rows[i].token, decoded.rows[i].position) for i in lost}
+    assert {(r.token, r.position) for r in more} == wanted
+    again, _, whole = rows.joined(more)
+    assert set(again.texts(whole.groups)) == decoded.truth
+    assert whole.certificates == ["proven"] * 3
+
+
+@pytest.mark.minilm
+def test_missing_rows_excuse_no_stranger(decoded):
+    lost = lost_rows(decoded, 2)
+    rows, signals = without(decoded, lost)
+    groups = [g for g, sure in zip(*dataclasses.astuple(rows.link(signals))[:2], strict=True) if sure == "proven"]
+    one, other = groups
+    for at in range(1, min(len(one), len(other)) - 1):
+        decoy = torch.tensor([*one[:at], other[at], *one[at + 1 :]])
+        assert float(signals.left(decoy)[0].max()) > 0.05
+    assert float(signals.left(torch.tensor(one))[0].max()) < 1e-4
+
+
+@pytest.mark.minilm
+def test_a_row_must_lie_in_the_span_and_keep_half(decoded):
+    inputs, row = decoded.inputs, decoded.rows[1]
+    clean = row.clean[None]
+    assert bool(inputs.accepted(clean, row.kept[None], 0.1)[1][0])
+    away = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    away = clean + 2e-3 * clean.norm() * away / away.norm()
+    _, inside = inputs.accepted(away, row.kept[None], 0.1)
+    assert not bool(inside[0]), f"the limit is {INSIDE}"
+    # every mask passes in the whole space: what decides is how much it keeps
+    everything = MaskedInputs(decoded.seen.model, dataclasses.replace(inputs.span, basis=torch.eye(384).double()))
+    third = torch.arange(384) % 3 == 0
+    assert not bool(everything.accepted(clean, third[None], 0.1)[1][0])
+    assert bool(everything.accepted(clean, ~third[None], 0.1)[1][0])
