@@ -98,8 +98,9 @@ RATES = {0.2: "72.5", 0.3: "58.4", 0.4: "42.8"}
 def practical() -> list[Cell]:
     """Dropout 0.1 on, embeddings frozen."""
     cells = [Cell("cola", b, 20, PRACTICAL, published=f"Grab R-L {GRAB[b]}") for b in (1, 2, 4, 8)]
-    cells.append(Cell("sst2", 4, 20, PRACTICAL))
-    for model, sizes in (("minilm", {16: 8, 24: 1}), ("mpnet", {8: 2, 16: 2})):
+    cells += [Cell("sst2", 4, 20, PRACTICAL), Cell("sst2", 8, 10, PRACTICAL), Cell("rt", 4, 10, PRACTICAL)]
+    cells.append(Cell("rt", 8, 5, PRACTICAL))
+    for model, sizes in (("minilm", {16: 8, 20: 2, 24: 1}), ("mpnet", {8: 2, 16: 2, 32: 1})):
         for b, n in sizes.items():
             cells.append(Cell("cola", b, n, PRACTICAL, model, published=f"Grab R-L {GRAB.get(b, '-')}"))
     return cells

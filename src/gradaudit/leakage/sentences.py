@@ -172,7 +172,7 @@ class DecodedRows:
     def _mended(
         self, seen: Signals, groups: list[list[int]], certified: list[tuple[str, Tensor]]
     ) -> tuple[list[int], tuple[str, Tensor]] | None:
-        """Return a sentence that one change of an unproven group proves, and how sure it is; None when there is none."""
+        """Return a sentence that one change of an unproven group proves, and how sure it is, or None."""
         proven = {i for n, (sure, _) in enumerate(certified) if sure == "proven" for i in groups[n]}
         for at, members in enumerate(groups):
             for changed in self._changes(members, proven) if certified[at][0] != "proven" else ():
