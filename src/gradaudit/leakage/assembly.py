@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradaudit.leakage.deflation import Matrices, Remainder, remainder, sentence_gradient
 from gradaudit.leakage.linking import group, joint_support
-from gradaudit.leakage.pairs import Pairs, candidate_pairs, sparse_signals
+from gradaudit.leakage.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
 from gradaudit.leakage.subspace import Span
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -73,7 +73,8 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
     if len(found) == 0:
         none = first.values.new_zeros(0)
         return Placed(found, none, none.new_zeros((0, 0)))
-    signals = sparse_signals(rest.stacked(0), found.rows, first.basis)
+    placed = placed_signals(model, rest.stacked(0), found)
+    signals = sparse_signals(rest.stacked(0), found.rows, first.basis) if placed is None else placed
     strength = signals.norm(dim=1)
     order = torch.where(strength > _WEAK * strength.max())[0]
     order = order[strength[order].argsort(descending=True)][: int(_MOST * first.rank) + 8]
