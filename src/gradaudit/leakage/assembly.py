@@ -25,6 +25,8 @@ _NEAR = 0.02
 """Pairs of the batch stay this near the span of what is left, however much was taken out; others start at 0.05."""
 _MOST_SENTENCES = 64
 """Largest batch tried when the batch size is not known."""
+_WORST = 8
+"""Positions at which exchanges are tried first, those with the worst rows."""
 _ROWS = 8192
 """Token rows of candidate sentences evaluated together: bounds memory."""
 
@@ -36,12 +38,21 @@ class Placed:
     Args:
         pairs: the pairs that carry signal, strongest first.
         strength: [n] norm of each one's signal.
-        support: [n, n] how much pair j takes part in explaining pair i.
+        support: [n, n] how much pair j takes part in explaining pair i; zero where one of them is not among the linked.
+        linked: how many, the strongest, were linked: as many as there are tokens, where a deeper block tells.
     """
 
     pairs: Pairs
     strength: Tensor
     support: Tensor
+    linked: int
+
+    def repeated(self) -> Tensor:
+        """Return the words placed at two positions or more among the linked: they are placed least surely."""
+        tokens = self.pairs.tokens[: self.linked]
+        times = (tokens[:, None] == tokens[None]).sum(1)
+        words: Tensor = tokens[times > 1]
+        return words
 
 
 @dataclass(frozen=True)
@@ -72,29 +83,31 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
     found = found.pick(first.residual(found.rows) < _NEAR)
     if len(found) == 0:
         none = first.values.new_zeros(0)
-        return Placed(found, none, none.new_zeros((0, 0)))
+        return Placed(found, none, none.new_zeros((0, 0)), 0)
     placed = placed_signals(model, rest.stacked(0), found)
     signals = sparse_signals(rest.stacked(0), found.rows, first.basis) if placed is None else placed
     strength = signals.norm(dim=1)
     order = torch.where(strength > _WEAK * strength.max())[0]
     order = order[strength[order].argsort(descending=True)][: int(_MOST * first.rank) + 8]
     found, strength, signals = found.pick(order), strength[order], signals[order]
+    deeper = [layer for layer, _ in rest.left if layer > 0]
+    linked = min(len(found), rest.span(min(deeper)).rank if deeper else len(found))
     support = torch.zeros((len(found), len(found)), dtype=torch.double, device=signals.device)
     at = 0
     for layer, role in rest.left:
         if layer != 0:
             continue
         out = len(rest.left[layer, role])
-        part, at = signals[:, at : at + out], at + out
-        if role == "v":
+        part, at = signals[:linked, at : at + out], at + out
+        if role == "v" or linked == 0:
             continue
-        atoms = model.project(0, "k" if role == "q" else "q", found.rows)
-        weights = joint_support(part.reshape(atoms.shape), atoms, found.positions)
-        support = support + weights + weights.T
-    return Placed(found, strength, support)
+        atoms = model.project(0, "k" if role == "q" else "q", found.rows[:linked])
+        weights = joint_support(part.reshape(atoms.shape), atoms, found.positions[:linked])
+        support[:linked, :linked] += weights + weights.T
+    return Placed(found, strength, support, linked)
 
 
-def propose(model: TextModel, placed: Placed, lengths: int = 3) -> list[tuple[int, ...]]:
+def propose(model: TextModel, placed: Placed, lengths: int = 6) -> list[tuple[int, ...]]:
     """Return sentences to start from: for every pair the strongest partner at each position, at its likeliest lengths.
 
     Args:
@@ -108,8 +121,9 @@ def propose(model: TextModel, placed: Placed, lengths: int = 3) -> list[tuple[in
     if len(tokens) == 0:
         return []
     last = int(positions.max())
-    for at in range(len(tokens)):
-        weights = placed.support[at].clone()
+    weak = 1e-9 * placed.strength / placed.strength.max()  # decides where attention says nothing
+    for at in range(placed.linked):
+        weights = placed.support[at] + weak
         weights[at] = weights.max() * 2 + 1e-300
         ids, heights = [], []
         for position in range(last + 1):
@@ -182,6 +196,8 @@ def descend(
     positions, tokens = placed.pairs.positions, placed.pairs.tokens
     ending = model.special.suffix[-1:]
     residuals = misfit(model, [second], [sentence])[0]
+    weak = 1e-9 * placed.strength / placed.strength.max()
+    repeated = placed.repeated()
     for _ in range(turns):
         if float(residuals.max()) < _FITS:
             break
@@ -191,31 +207,38 @@ def descend(
             if int(p) < len(sentence) and sentence[int(p)] == t
         }
         member = torch.tensor(sorted(here.values()), device=positions.device)
-        pull = placed.support[member].sum(0) if len(member) else placed.strength
-        tried: list[tuple[int, ...]] = []
-        for position in range(1, len(sentence)):
-            at = torch.where(positions == position)[0]
-            at = at[pull[at].argsort(descending=True)][:options]
-            for token in tokens[at].tolist():
-                inner = position < len(sentence) - 1
-                if token == sentence[position]:
-                    continue
-                if ending and token == ending[0]:
-                    tried.append((*sentence[:position], token))  # it ends here
-                elif inner or not ending:
-                    tried.append((*sentence[:position], token, *sentence[position + 1 :]))
-                else:  # it goes on: the likeliest token here, then the end
-                    tried.append((*sentence[:position], token, ending[0]))
-        tried = list(dict.fromkeys(tried))
-        if not tried:
+        pull = weak + (placed.support[member].sum(0) if len(member) else 0.0)
+        worst = [p for p in residuals.argsort(descending=True).tolist() if p > 0]
+        better = None
+        # wrong tokens have the worst rows: the others are tried only where exchanging these does not help
+        for part in (worst[:_WORST], worst[_WORST:]):
+            tried: list[tuple[int, ...]] = []
+            for position in part:
+                at = torch.where(positions == position)[0]
+                often = at[torch.isin(tokens[at], repeated)]
+                at = torch.cat([at[pull[at].argsort(descending=True)][:options], often])
+                for token in tokens[at].tolist():
+                    inner = position < len(sentence) - 1
+                    if token == sentence[position]:
+                        continue
+                    if ending and token == ending[0]:
+                        tried.append((*sentence[:position], token))  # it ends here
+                    elif inner or not ending:
+                        tried.append((*sentence[:position], token, *sentence[position + 1 :]))
+                    else:  # it goes on: the likeliest token here, then the end
+                        tried.append((*sentence[:position], token, ending[0]))
+            tried = list(dict.fromkeys(tried))
+            if not tried:
+                continue
+            scores = misfit(model, [second], tried)
+            values = total(scores, torch.tensor([len(s) for s in tried], device=scores.device))
+            best = int(values.argmin())
+            if float(values[best]) < float(residuals.square().mean()) - 1e-9:
+                better = tried[best], scores[best, : len(tried[best])]
+                break
+        if better is None:
             break
-        scores = misfit(model, [second], tried)
-        lengths = torch.tensor([len(s) for s in tried], device=scores.device)
-        values = total(scores, lengths)
-        best = int(values.argmin())
-        if float(values[best]) >= float(residuals.square().mean()) - 1e-9:
-            break
-        sentence, residuals = tried[best], scores[best, : len(tried[best])]
+        sentence, residuals = better
     return sentence, residuals
 
 

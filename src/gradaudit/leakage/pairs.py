@@ -2,9 +2,9 @@
 
 Without dropout x(t, p) = LN(word t + position p), so the rows of two words at the same two positions are dependent and
 every batch word fits every linked position: the row space alone cannot tell. The gradient says more. It is
-dW = sum over pairs of E(t, p) x(t, p)^T with one signal E a pair, and x(t, p) = a (g w_t + g p_p) + b with the scale a of
-the LayerNorm. Words, positions and bias are independent directions, so dW gives, without any choice, what every word and
-every position received in all:
+dW = sum over pairs of E(t, p) x(t, p)^T with one signal E a pair, and x(t, p) = a (g w_t + g p_p) + b with the scale a
+of the LayerNorm. Words, positions and bias are independent directions, so dW gives, without any choice, what every word
+and every position received in all:
 
     M_t = sum over p of a E(t, p),    N_p = sum over t of a E(t, p).
 
@@ -117,7 +117,7 @@ def placed_signals(model: TextModel, gradient: Tensor, found: Pairs, steps: int 
 
 
 def _transported(by_word: Tensor, by_place: Tensor, row: Tensor, column: Tensor, steps: int) -> Tensor:
-    """Return [n, k], the flows of the pairs (row, column) that meet both marginals and leave the words' directions least.
+    """Return [n, k], the pairs' flows that meet both marginals and leave the words' own directions least.
 
     Args:
         by_word: [W, k] what each word delivers.
