@@ -14,6 +14,7 @@ import argparse
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,6 +192,12 @@ HEADER = (
 )
 
 
+def commit() -> str:
+    """Return the commit of the code that runs, with a plus sign where files differ from it."""
+    told = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"
+
+
 def main() -> None:
     """Run the groups and write a table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,7 +226,7 @@ def main() -> None:
                 versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
                 machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}"
                 text = (
-                    f"Made by `{command}` with gradaudit {info.program} on {machine}; {versions}. Our scoring; labels "
+                    f"Made by `{command}` with gradaudit {info.program} (commit {commit()}) on {machine}; {versions}. Our scoring; labels "
                     "and lengths unknown, batch size and dropout rate known; failures count 0.\n\n"
                     f"{HEADER}\n" + "\n".join(lines) + "\n"
                 )

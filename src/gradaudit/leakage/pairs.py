@@ -96,7 +96,7 @@ def placed_signals(model: TextModel, gradient: Tensor, found: Pairs, steps: int 
         steps: splitting steps; the marginals are met to 5e-4 after 200.
     """
     parts = model.first_input_parts()
-    words, row = found.tokens.unique(return_inverse=True)
+    words, row = torch.unique(found.tokens, return_inverse=True)
     column = found.positions
     places = int(column.max()) + 1
     each = torch.cat([parts.words[words], parts.positions[:places]]).double()
@@ -113,7 +113,8 @@ def placed_signals(model: TextModel, gradient: Tensor, found: Pairs, steps: int 
     inner = parts.words[words[row]] + parts.positions[column]
     centered = (inner - inner.mean(1, keepdim=True)).double()
     scale = (centered.square().mean(1, keepdim=True) + parts.eps).rsqrt()
-    return flows.double() @ used / scale
+    placed: Tensor = flows.double() @ used / scale
+    return placed
 
 
 def _transported(by_word: Tensor, by_place: Tensor, row: Tensor, column: Tensor, steps: int) -> Tensor:
