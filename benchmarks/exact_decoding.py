@@ -227,7 +227,8 @@ def main() -> None:
                 machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}"
                 text = (
                     f"Made by `{command}` with gradaudit {info.program} (commit {commit()}) on {machine}; "
-                    f"{versions}. Our scoring; labels and lengths unknown, batch size and dropout rate known; failures count 0.\n\n"
+                    f"{versions}. Our scoring; labels and lengths unknown, batch size and dropout rate known; failures "
+                    "count 0.\n\n"
                     f"{HEADER}\n" + "\n".join(lines) + "\n"
                 )
                 given.write.mkdir(parents=True, exist_ok=True)

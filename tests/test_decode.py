@@ -247,7 +247,7 @@ def test_decoders_are_proven_only_when_all_of_one_gradient_is_explained(load, mo
     assert (found.labels is not None) is (how == "right")
 
 
-@pytest.mark.parametrize("field", ["candidates", "blocks", "starts", "most_words", "max_length"])
+@pytest.mark.parametrize("field", ["candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length"])
 def test_counts_below_one_are_refused(field):
     with pytest.raises(BadInputError, match=f"{field} must be at least 1, got 0"):
         Decode(**{field: 0})

@@ -14,6 +14,7 @@ from gradaudit.leakage.assembly import solve
 from gradaudit.leakage.deflation import matrices
 from gradaudit.leakage.explain import explain
 from gradaudit.leakage.growth import Rules, grow
+from gradaudit.leakage.order import order_words
 from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.rows import MaskedInputs, Search, find_rows, look_harder
 from gradaudit.leakage.sentences import DecodedRows, Linked, Signals
@@ -62,10 +63,15 @@ class Decode(Attack):
         "noise and compression: a word's evidence, in standard deviations of the vocabulary's scores",
         source="words of the batch score 15 to 70, the first of the others 4 to 8 (MiniLM, five defenses)",
     )
+    order_evaluations: int = hyper(
+        1500,
+        "noise and compression, one sentence: gradients computed to order its words",
+        source="20 to 40 s, two cores",
+    )
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens")
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "blocks", "starts", "most_words", "max_length"):
+        for name in ("candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"attack 'decode': {name} must be at least 1, got {getattr(self, name)}")
         if not math.isfinite(self.least_score):
@@ -78,14 +84,14 @@ class Decode(Attack):
                 "attack 'decode' needs query, key or value gradients of block 0, and none of them is in this update"
             )
         if first.rank >= 0.95 * seen.model.width:
-            return self._ranked(seen, first)
+            return self._ranked(seen, first, rng)
         rate = seen.knowledge.dropout
         if rate is None and self._unmasked(seen, first):
             rate = 0.0
         if rate != 0.0:
             return self._masked(seen, first, rng)
         if seen.kind == "gradient" and not self._unmasked(seen, first):
-            return self._ranked(seen, first)  # few coordinates were sent: not full, and not the batch's span either
+            return self._ranked(seen, first, rng)  # few coordinates were sent: neither full nor the batch's span
         if seen.model.causal:
             return self._grown(seen, first)
         return self._placed(seen, first)
@@ -101,8 +107,8 @@ class Decode(Attack):
 
     # noise and compression
 
-    def _ranked(self, seen: Observation, first: Span) -> Reconstruction:
-        """Return the words that stand out of a full row space, in the order of their evidence: a bag, not sentences."""
+    def _ranked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
+        """Return the words that stand out of a full row space: one sentence in order, of several a bag."""
         stacked, _ = stack(seen, 0)
         assert stacked is not None
         size = seen.knowledge.batch_size or 1
@@ -110,11 +116,24 @@ class Decode(Attack):
         details = _ranks(first) | {"words": len(words)}
         if not words:
             return Reconstruction(sequences=(), notes=(_FULL,), details=details)
-        note = f"{_FULL}; {len(words)} words stand out of it, in the order of their evidence, without order or sentence"
+        note = f"{_FULL}; {len(words)} words stand out of it"
         special = seen.model.special
+        if size == 1 and self._orderable(seen):
+            ids, sent = [w.token for w in words], matrices(seen, self.blocks)
+            found = order_words(seen.model, stacked, sent, ids, self.order_evaluations, rng)
+            details |= {"likeness": round(found.likeness, 4)}
+            note += ", and were ordered by the likeness of the sentence's own gradient"
+            return Reconstruction((found.tokens,), (found.label,), ("guess",), (note,), details)
+        note += ", in the order of their evidence, without order or sentence"
         bags = [tuple(w.token for w in words[start::size]) for start in range(size)]
         bags = [(*special.prefix, *bag, *special.suffix)[: seen.model.max_length] for bag in bags if bag]
         return Reconstruction(tuple(bags), None, ("guess",) * len(bags), (note,), details)
+
+    @staticmethod
+    def _orderable(seen: Observation) -> bool:
+        """Say whether one sentence's words can be placed: dropout off (or not told), one gradient, fixed positions."""
+        plain = seen.kind == "gradient" and not seen.knowledge.dropout
+        return plain and seen.model.absolute_positions and seen.model.spec.task == "classification"
 
     # dropout on
 

@@ -19,6 +19,8 @@ from gradaudit.models.base import TextModel
 
 _POSITIONS = 24
 """Positions whose common part is removed, and over which a word's row is averaged: sentences are about that long."""
+_SAMPLED, _APART = 16, 4
+"""A position's common part is the mean of every 16th word; a word's row is averaged over every fourth position."""
 _FLOOR = 0.1
 """A word of which less than this share is left resembles those already taken too much to be judged."""
 
@@ -59,9 +61,14 @@ def rank_words(model: TextModel, stacked: Tensor, most: int, least: float) -> li
         most: words taken at most.
         least: score below which the pursuit ends, in standard deviations of the vocabulary's.
     """
-    rows = [model.first_inputs(position) for position in range(min(_POSITIONS if model.absolute_positions else 1, 512))]
-    means = torch.stack([row.mean(0) for row in rows])
-    words = torch.stack([row - row.mean(0) for row in rows]).mean(0)
+    positions = range(min(_POSITIONS, model.max_length) if model.absolute_positions else 1)
+    sample = torch.arange(0, model.vocabulary_size, _SAMPLED, device=stacked.device)
+    means = torch.stack([model.first_inputs(position, sample).mean(0) for position in positions])
+    words = torch.zeros_like(model.first_inputs(0))
+    used = positions[::_APART]
+    for position in used:
+        row = model.first_inputs(position)
+        words += (row - row.mean(0)) / len(used)
     size = words.square().sum(1)
     # what all words of a position share is no evidence for any of them
     common = torch.linalg.qr(means.T).Q
@@ -71,8 +78,11 @@ def rank_words(model: TextModel, stacked: Tensor, most: int, least: float) -> li
     excluded = torch.zeros(len(words), dtype=torch.bool, device=words.device)
     excluded[sorted(model.special.ids)] = True
     found: list[RankedWord] = []
+    along, length = words @ directions.T, words.square().sum(1)
+    units = words.new_zeros((0, words.shape[1]))
     for _ in range(most):
-        score = (words @ directions.T).square().sum(1) / words.square().sum(1).maximum(_FLOOR * size).clamp_min(1e-30)
+        # what was taken is orthogonal to the directions left, so only lengths have to follow
+        score = along.square().sum(1) / length.maximum(_FLOOR * size).clamp_min(1e-30)
         score[excluded] = 0
         standard = (score - score.mean()) / score.std().clamp_min(1e-30)
         best = int(standard.argmax())
@@ -80,7 +90,11 @@ def rank_words(model: TextModel, stacked: Tensor, most: int, least: float) -> li
             break
         found.append(RankedWord(best, float(standard[best])))
         excluded[best] = True
-        unit = words[best] / words[best].norm()
-        words = words - (words @ unit)[:, None] * unit
+        unit = words[best] - (words[best] @ units.T) @ units
+        unit = unit / unit.norm()
+        units = torch.cat([units, unit[None]])
+        part = words @ unit
+        length = length - part.square()
+        along = along - part[:, None] * (directions @ unit)
         directions = directions - (directions @ unit)[:, None] * unit
     return found

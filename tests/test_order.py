@@ -1,0 +1,84 @@
+"""One sentence's words put in order from a compressed or noisy gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradaudit.attacks.decode import Decode
+from gradaudit.client import Client
+from gradaudit.data.source import make_batch
+from gradaudit.leakage.deflation import matrices
+from gradaudit.leakage.order import arrange, likely_places, likeness, order_words
+from gradaudit.leakage.subspace import stack
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.registry import build
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import Given
+
+pytestmark = pytest.mark.minilm
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return load_model(ModelSpec("minilm"))
+
+
+KEY, OWES = "My key lies under the third pot.", "Rufus owes Clara nine euros since May."
+
+
+def seen_of(model, text: str, name: str, fields: dict):
+    batch = make_batch(model, [text], [1])
+    client = Client(model, defenses=(build("defense", name, fields),))
+    return batch, client.observe(batch, Selection("0-2:q,k,v"), Given(), stream(0, "client"))
+
+
+def test_what_a_position_received_is_what_its_word_brought(minilm):
+    batch, seen = seen_of(minilm, KEY, "gaussian", {"sigma": 0.1, "relative": True})
+    stacked, _ = stack(seen, 0)
+    assert stacked is not None
+    inner = list(batch.sequences()[0])[1:-1]
+    assert len(set(inner)) == len(inner), "the closed form is for words that occur once"
+    shuffled = [inner[i] for i in torch.randperm(len(inner), generator=torch.Generator().manual_seed(0)).tolist()]
+    assert shuffled != inner
+    assert arrange(likely_places(minilm, stacked, shuffled, len(inner)), shuffled) == inner
+
+
+def test_every_word_gets_a_place_before_one_is_repeated():
+    like = torch.tensor([[0.9, 0.8, 0.7, 0.9], [0.5, 0.6, 0.1, 0.2], [0.1, 0.2, 0.4, 0.3]])
+    assert arrange(like, [7, 8, 9]) == [7, 8, 9, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("sign", {}), ("gaussian", {"sigma": 0.5, "relative": True}), ("quantize", {"bits": 8})]
+)
+def test_one_sentence_comes_back_in_order_through_a_defense_and_is_a_guess(minilm, name: str, fields: dict):
+    batch, seen = seen_of(minilm, KEY, name, fields)
+    found = Decode()(seen, stream(0, "attack"))
+    assert found.sequences == (tuple(batch.sequences()[0]),)
+    assert found.certificates == ("guess",)
+    assert found.labels == (1,)
+
+
+def test_the_right_sentence_is_the_likest_of_those_one_change_away(minilm):
+    batch, seen = seen_of(minilm, KEY, "sign", {})
+    sent, right = matrices(seen, 3), tuple(batch.sequences()[0])
+    best = likeness(minilm, right, 1, sent)
+    assert likeness(minilm, right, 0, sent) < best
+    for at in range(1, len(right) - 2):
+        swapped = (*right[:at], right[at + 1], right[at], *right[at + 2 :])
+        assert likeness(minilm, swapped, 1, sent) < best
+        assert likeness(minilm, (*right[:at], *right[at + 1 :]), 1, sent) < best
+
+
+def test_another_gradient_orders_its_own_words_not_these(minilm):
+    batch, _ = seen_of(minilm, KEY, "sign", {})
+    _, other = seen_of(minilm, OWES, "sign", {})
+    stacked, _ = stack(other, 0)
+    assert stacked is not None
+    words = list(dict.fromkeys(batch.sequences()[0][1:-1]))
+    found = order_words(minilm, stacked, matrices(other, 3), words, 60, torch.Generator().manual_seed(0))
+    assert found.tokens != tuple(batch.sequences()[0])
+    assert found.likeness < 0.3
