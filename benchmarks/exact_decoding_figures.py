@@ -1,6 +1,8 @@
-"""Draw the figures of docs/exact-decoding.md from the records of exact_decoding.py.
+"""Draw the figures of docs/exact-decoding.md from the records of exact_decoding.py, and count the proofs over all.
 
-python benchmarks/exact_decoding_figures.py out/benchmarks docs
+    python benchmarks/exact_decoding_figures.py out/benchmarks docs
+
+Writes benchmarks/results/exact-decoding/totals.md beside the figures.
 """
 
 from __future__ import annotations
@@ -24,6 +26,28 @@ def points(folder: Path, pattern: str) -> dict[str, list[tuple[float, float]]]:
             exact = [bool(s["exact"]) for s in record["sentences"]]
             found.setdefault(model, []).append((record["load"], sum(exact) / len(exact)))
     return found
+
+
+def totals(folder: Path) -> str:
+    """Return a table of how many sentences of all records were proven, and how many of these are wrong."""
+    lines = []
+    sums = [0, 0, 0, 0, 0]
+    settings = {"dropout on": "decode-*-on*", "dropout off": "decode-*-off*"}
+    for name, pattern in settings.items():
+        rows = [
+            json.loads(r) for p in folder.glob(f"{pattern}/records.jsonl") for r in p.read_text("utf8").splitlines()
+        ]
+        sentences = [s for row in rows for s in row["sentences"]]
+        proven = [s for s in sentences if s["certificate"] == "proven"]
+        exact = [s for s in sentences if s["exact"]]
+        counts = [len(rows), len(sentences), len(exact), len(proven), sum(not s["exact"] for s in proven)]
+        sums = [a + b for a, b in zip(sums, counts, strict=True)]
+        lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
+    lines.append("| all | " + " | ".join(map(str, sums)) + " |")
+    head = "| setting | batches | sentences | exact | proven | proven, wrong |\n|---|---|---|---|---|---|\n"
+    command = "python benchmarks/exact_decoding_figures.py out/benchmarks docs"
+    made = f"Made by `{command}` from the records of all the tables here."
+    return f"{made}\n\n{head}" + "\n".join(lines) + "\n"
 
 
 def drawing(series: dict[str, list[tuple[float, float]]], title: str) -> str:
@@ -67,6 +91,7 @@ def main() -> None:
     }
     for name, (pattern, title) in figures.items():
         (target / f"{name}.svg").write_text(drawing(points(records, pattern), title), encoding="utf8")
+    Path("benchmarks/results/exact-decoding/totals.md").write_text(totals(records), encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -52,11 +52,12 @@ def test_every_word_gets_a_place_before_one_is_repeated():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [("sign", {}), ("gaussian", {"sigma": 0.5, "relative": True}), ("quantize", {"bits": 8})]
+    ("name", "fields", "evaluations"),
+    [("sign", {}, 400), ("gaussian", {"sigma": 0.5, "relative": True}, 30), ("quantize", {"bits": 8}, 30)],
 )
-def test_one_sentence_comes_back_in_order_through_a_defense_and_is_a_guess(minilm, name: str, fields: dict):
+def test_one_sentence_comes_back_in_order_through_a_defense_and_is_a_guess(minilm, name, fields, evaluations):
     batch, seen = seen_of(minilm, KEY, name, fields)
-    found = Decode()(seen, stream(0, "attack"))
+    found = Decode(order_evaluations=evaluations)(seen, stream(0, "attack"))
     assert found.sequences == (tuple(batch.sequences()[0]),)
     assert found.certificates == ("guess",)
     assert found.labels == (1,)

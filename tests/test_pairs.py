@@ -8,7 +8,9 @@ import torch
 from gradaudit.client import Client
 from gradaudit.leakage.deflation import matrices, remainder, sentence_gradient
 from gradaudit.leakage.explain import explain
-from gradaudit.leakage.pairs import candidate_pairs, sparse_signals
+from gradaudit.leakage.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.zoo import load_model
 from tiny_models import batch_of, seen_of, sentences
 
 
@@ -60,3 +62,61 @@ def test_the_mean_of_two_sentences_own_gradients_is_the_batchs(load):
     own = [sentence_gradient(model, tuple(s), y, left) for s, y in zip(batch.sequences(), (0, 1), strict=True)]
     for key, whole in left.items():
         assert torch.allclose((own[0][key] + own[1][key]) / 2, whole, atol=1e-6 + 1e-5 * float(whole.abs().max()))
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return load_model(ModelSpec("minilm"))
+
+
+Signals = dict[tuple[int, int], torch.Tensor]
+
+
+def made_flows(model, words: list[list[int]], seed: int = 0) -> tuple[torch.Tensor, Pairs, Signals]:
+    """Return a gradient of random signals, every word at every position as candidates, and the signal of each pair."""
+    rng = torch.Generator().manual_seed(seed)
+    right: Signals = {}
+    for sentence in words:
+        for position, token in enumerate(sentence):
+            signal = torch.randn(900, generator=rng, dtype=torch.double)
+            right[position, token] = right.get((position, token), torch.zeros_like(signal)) + signal
+    gradient = sum(
+        s[:, None] * model.first_inputs(p, torch.tensor([t])).double()[0][None] for (p, t), s in right.items()
+    )
+    tokens = sorted({t for s in words for t in s})
+    every = [(p, t) for p in range(max(map(len, words))) for t in tokens]
+    rows = torch.cat([model.first_inputs(p, torch.tensor([t])).double() for p, t in every])
+    return gradient, Pairs(torch.tensor([p for p, _ in every]), torch.tensor([t for _, t in every]), rows), right
+
+
+@pytest.mark.minilm
+def test_words_that_occur_once_are_placed_exactly_whoever_shares_their_position(minilm):
+    sentences = [[2000 + 20 * s + p for p in range(10 + s)] for s in range(6)]
+    gradient, pairs, right = made_flows(minilm, sentences)
+    found = placed_signals(minilm, gradient, pairs)
+    assert found is not None
+    for (p, t), signal in zip(zip(pairs.positions.tolist(), pairs.tokens.tolist(), strict=True), found, strict=True):
+        wanted = right.get((p, t), torch.zeros_like(signal))
+        assert float((signal - wanted).norm()) < 0.02 * 900**0.5, (p, t)
+
+
+@pytest.mark.minilm
+def test_a_word_that_splits_over_positions_is_found_at_all_of_them(minilm):
+    sentences = [[2000 + 12 * s + p for p in range(10)] for s in range(5)]
+    for s in range(5):
+        sentences[s][2 + s] = 1996  # the same word, at another position of each sentence
+    gradient, pairs, right = made_flows(minilm, sentences)
+    placed = placed_signals(minilm, gradient, pairs)
+    assert placed is not None
+    strength = placed.norm(dim=1)
+    top = strength.topk(len(right)).indices.tolist()
+    assert {(int(pairs.positions[i]), int(pairs.tokens[i])) for i in top} == set(right)
+    # and it explains the gradient
+    assert float((placed.T @ pairs.rows - gradient).norm() / gradient.norm()) < 0.02
+
+
+@pytest.mark.minilm
+def test_more_words_and_positions_than_the_model_is_wide_are_not_placed(minilm):
+    tokens = torch.arange(2000, 2390)
+    pairs = Pairs(torch.zeros_like(tokens), tokens, minilm.first_inputs(0, tokens).double())
+    assert placed_signals(minilm, torch.randn(50, 384, dtype=torch.double), pairs) is None
