@@ -210,6 +210,7 @@ def main() -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
     loaded: dict[str, TransformersModel] = {}
+    code = commit()  # before the tables, which are files of the repository, change
     with progress_bars(Console(stderr=True)):
         for group in given.groups:
             lines, info = [], None
@@ -226,7 +227,7 @@ def main() -> None:
                 versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
                 machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}"
                 text = (
-                    f"Made by `{command}` with gradaudit {info.program} (commit {commit()}) on {machine}; "
+                    f"Made by `{command}` with gradaudit {info.program} (commit {code}) on {machine}; "
                     f"{versions}. Our scoring; labels and lengths unknown, batch size and dropout rate known; failures "
                     "count 0.\n\n"
                     f"{HEADER}\n" + "\n".join(lines) + "\n"
