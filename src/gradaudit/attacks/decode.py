@@ -19,6 +19,7 @@ from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.rows import MaskedInputs, Search, find_rows, look_harder
 from gradaudit.leakage.sentences import DecodedRows, Linked, Signals
 from gradaudit.leakage.subspace import Span, span, stack
+from gradaudit.leakage.unmix import place_words, unmix
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -65,7 +66,7 @@ class Decode(Attack):
     )
     order_evaluations: int = hyper(
         1500,
-        "noise and compression, one sentence: gradients computed to order its words",
+        "noise and compression: gradients computed to put words in order",
         source="20 to 40 s, two cores",
     )
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens")
@@ -109,7 +110,7 @@ class Decode(Attack):
 
     def _ranked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
         """Return the words that stand out of a full row space: one sentence in order, of several a bag."""
-        stacked, _ = stack(seen, 0)
+        stacked, roles = stack(seen, 0)
         assert stacked is not None
         size = seen.knowledge.batch_size or 1
         words = rank_words(seen.model, stacked, min(self.most_words * size, seen.model.width - 1), self.least_score)
@@ -118,12 +119,19 @@ class Decode(Attack):
             return Reconstruction(sequences=(), notes=(_FULL,), details=details)
         note = f"{_FULL}; {len(words)} words stand out of it"
         special = seen.model.special
+        ids, sent = [w.token for w in words], matrices(seen, self.blocks)
         if size == 1 and self._orderable(seen):
-            ids, sent = [w.token for w in words], matrices(seen, self.blocks)
             found = order_words(seen.model, stacked, sent, ids, self.order_evaluations, rng)
             details |= {"likeness": round(found.likeness, 4)}
             note += ", and were ordered by the likeness of the sentence's own gradient"
             return Reconstruction((found.tokens,), (found.label,), ("guess",), (note,), details)
+        if size > 1 and self._orderable(seen) and not seen.model.causal and {"q", "k"} <= set(roles):
+            placed = place_words(seen.model, stacked, roles, ids, size)
+            several = unmix(seen.model, placed, sent, ids, size, self.order_evaluations, rng) if placed else []
+            if several:
+                note += ", and were put to sentences by the likeness of the sentences' own gradients"
+                certificates = ("guess",) * len(several)
+                return Reconstruction(tuple(s.tokens for s in several), None, certificates, (note,), details)
         note += ", in the order of their evidence, without order or sentence"
         bags = [tuple(w.token for w in words[start::size]) for start in range(size)]
         bags = [(*special.prefix, *bag, *special.suffix)[: seen.model.max_length] for bag in bags if bag]

@@ -107,31 +107,53 @@ def order_words(
     for inner in range(shortest, min(len(words) + _LONGER, room) + 1):
         used = list(words[:inner])
         placed = arrange(likely_places(model, stacked, used, inner), used)
-        starts += [_judged(model, placed, label, sent) for label in range(model.spec.labels)]
+        starts += [judged(model, placed, label, sent) for label in range(model.spec.labels)]
     starts.sort(key=lambda s: -s.likeness)
     best, left = starts[0], evaluations - len(starts)
     for start in starts[:_STARTS]:
-        now = start
-        changes = _changes(now, words, room, rng)
-        while left > 0:
-            other = next(changes, None)
-            if other is None:
-                break  # no change helps any more
-            left -= 1
-            step("decode: order of the words", evaluations - left, evaluations)
-            found = _judged(model, other, now.label, sent)
-            if found.likeness > now.likeness:
-                now, changes = found, _changes(found, words, room, rng)
+        now, left = mended(model, start, words, sent, left, rng)
         best = now if now.likeness > best.likeness else best
     return best
 
 
-def _judged(model: TextModel, inner: Sequence[int], label: int, sent: Matrices) -> Ordered:
+def mended(
+    model: TextModel, start: Ordered, words: Sequence[int], sent: Matrices, evaluations: int, rng: torch.Generator
+) -> tuple[Ordered, int]:
+    """Return the sentence that single changes lead to while they make its gradient more like the one sent.
+
+    Args:
+        model: a classifier.
+        start: where to start.
+        words: token ids that may be put in.
+        sent: the gradients compared.
+        evaluations: gradients computed at most.
+        rng: draws the order in which changes are tried.
+
+    Returns:
+        The sentence, and how many evaluations are left.
+    """
+    room = model.max_length - len(model.special.prefix) - len(model.special.suffix)
+    now, left = start, evaluations
+    changes = changes_of(now, words, room, rng)
+    while left > 0:
+        other = next(changes, None)
+        if other is None:
+            break  # no change helps any more
+        left -= 1
+        step("decode: order of the words", evaluations - left, evaluations)
+        found = judged(model, other, now.label, sent)
+        if found.likeness > now.likeness:
+            now, changes = found, changes_of(found, words, room, rng)
+    return now, left
+
+
+def judged(model: TextModel, inner: Sequence[int], label: int, sent: Matrices) -> Ordered:
+    """Return a sentence, framed by the special tokens, with the likeness of its gradient to the one sent."""
     sentence = (*model.special.prefix, *inner, *model.special.suffix)
     return Ordered(sentence, tuple(inner), label, likeness(model, sentence, label, sent))
 
 
-def _changes(now: Ordered, words: Sequence[int], room: int, rng: torch.Generator) -> Iterator[list[int]]:
+def changes_of(now: Ordered, words: Sequence[int], room: int, rng: torch.Generator) -> Iterator[list[int]]:
     """Yield, in random order, every exchange, move, removal, repetition and replacement of one of the words."""
     inner = list(now.inner)
     places = range(len(inner))
