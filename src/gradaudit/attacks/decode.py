@@ -84,7 +84,7 @@ class Decode(Attack):
             raise NotSupportedError(
                 "attack 'decode' needs query, key or value gradients of block 0, and none of them is in this update"
             )
-        if first.rank >= 0.95 * seen.model.width:
+        if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
             return self._ranked(seen, first, rng)
         rate = seen.knowledge.dropout
         if rate is None and self._unmasked(seen, first):
@@ -99,6 +99,17 @@ class Decode(Attack):
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 20 + tokens // 4
+
+    @staticmethod
+    def _coarse(seen: Observation, first: Span) -> bool:
+        """Say whether what follows the rank lies above the rounding of the gradient's type: noise, or a coarser type.
+
+        A weight change rounds as the weights do, so nothing follows for it.
+        """
+        if seen.kind != "gradient" or first.rank >= len(first.values):
+            return False
+        eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
+        return float(first.values[first.rank]) > 32 * eps * float(first.values[0])
 
     def _unmasked(self, seen: Observation, first: Span) -> bool:
         """Say whether dropout was off, from block 0 alone: some first token lies in the span as it is."""
