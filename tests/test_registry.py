@@ -109,7 +109,7 @@ def test_values_that_do_not_fit_get_a_sentence(name, values, sentence):
 
 
 def test_errors_of_the_class_itself_come_through():
-    with pytest.raises(BadInputError, match="sigma must be above 0, got -1"):
+    with pytest.raises(BadInputError, match="sigma must be above 0 and finite, got -1"):
         build("defense", "gaussian", {"sigma": -1})
 
 
