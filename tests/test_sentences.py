@@ -70,6 +70,17 @@ def test_one_member_in_one_head_is_enough_against_a_proof(monkeypatch):
     assert found.certificates == ["likely", "proven"]
 
 
+def test_the_worst_member_decides(monkeypatch):
+    toward_q, toward_k, q, k, positions, sentence = made([14, 9])
+    right = [in_order(positions, sentence, s) for s in range(2)]
+    noise = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    toward_q[right[0][4]] += 4e-3 * noise * toward_q[right[0][4]].norm() / noise.norm()
+    none = torch.zeros(0, HEADS, SIZE, dtype=torch.double)
+    left, _ = Signals(toward_q, toward_k, q, k, (none, none), torch.zeros(1, 0)).left(torch.tensor(right[0]))
+    assert float(left.min()) < sentences.CLOSED < float(left.max()), "one member alone is over the limit"
+    assert linked(monkeypatch, right, (toward_q, toward_k, q, k), positions).certificates == ["likely", "proven"]
+
+
 def test_a_set_too_long_for_its_heads_is_not_proven(monkeypatch):
     *parts, positions, sentence = made([8 * SIZE + 1])
     right = [in_order(positions, sentence, 0)]
