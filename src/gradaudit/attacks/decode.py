@@ -39,8 +39,8 @@ class Decode(Attack):
 
     With dropout on, every row of block 0 is a code word with erasures: linear programs decode tokens, masks and copies,
     and the attention gradients say which tokens belong together (BERT, RoBERTa, MPNet, GPT-2). With dropout off, an
-    encoder's words are placed by the sparsest signals that explain block 0's gradient, linked, mended in the span of
-    block 1, and taken out of the gradient one sentence after the other; a decoder's prefixes grow as in DAGER. Labels,
+    encoder's words are placed by what each brought and each position received, linked, mended in the span of block 1,
+    and taken out of the gradient one sentence after the other; a decoder's prefixes grow as in DAGER. Labels,
     lengths and the dropout rate need not be known.
 
     Raises:
@@ -120,7 +120,7 @@ class Decode(Attack):
     # noise and compression
 
     def _ranked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
-        """Return the words that stand out of a full row space: one sentence in order, of several a bag."""
+        """Return what stands out of a full row space: sentences where words can be placed, else a bag; all of it guesses."""
         stacked, roles = stack(seen, 0)
         assert stacked is not None
         size = seen.knowledge.batch_size or 1
@@ -190,13 +190,13 @@ class Decode(Attack):
         """Put rows together, and look for those missing: first in what proven sentences leave, then harder."""
         inputs = rows.inputs
         linked = rows.link(signals)
-        for effort in _EFFORTS:
+        for effort in (*_EFFORTS, None):
             while len(rows.found) < inputs.span.rank:
                 more = rows.missing(signals, linked, how, rng)
                 if not more:
                     break
                 rows, signals, linked = rows.joined(more)
-            if len(rows.found) == inputs.span.rank:
+            if effort is None or len(rows.found) == inputs.span.rank:
                 break
             found = look_harder(inputs, how, rows.found, effort, rng)
             if len(found) > len(rows.found):

@@ -101,8 +101,8 @@ def order_words(
         evaluations: gradients computed at most, shared by the starts.
         rng: draws the order in which changes are tried.
     """
-    special, shortest = model.special, max(1, len(words) - _SHORTER)
-    room = model.max_length - len(special.prefix) - len(special.suffix)
+    room = model.max_length - len(model.special.prefix) - len(model.special.suffix)
+    shortest = min(max(1, len(words) - _SHORTER), room)
     starts: list[Ordered] = []
     for inner in range(shortest, min(len(words) + _LONGER, room) + 1):
         used = list(words[:inner])

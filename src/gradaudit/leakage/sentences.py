@@ -229,13 +229,12 @@ class DecodedRows:
         smaller = Span(basis, whole.values, len(space), whole.confidence, whole.layer, whole.roles)
         start = [self.found[i] for i in others]
         near = find_rows(MaskedInputs(self.model, smaller, _NEAR), how, rng, start)[len(start) :]
-        known = Counter((row.position, row.token) for row in self.found)
         fresh: list[Row] = []
         for row in near:
             kept, inside = self.inputs.accepted(row.clean[None], row.kept[None], how.rate)
             same = [r for r in (*self.found, *fresh) if (r.position, r.token) == (row.position, row.token)]
             new = all(int((kept[0] != r.kept).sum()) > len(kept[0]) // 100 for r in same)
-            if bool(inside[0]) and new and (self.size is None or known[row.position, row.token] < self.size):
+            if bool(inside[0]) and new and (self.size is None or len(same) < self.size):
                 fresh.append(Row(row.token, row.position, kept[0], row.clean))
         return fresh
 
