@@ -120,7 +120,7 @@ class Decode(Attack):
     # noise and compression
 
     def _ranked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
-        """Return what stands out of a full row space: sentences where words can be placed, else a bag; all of it guesses."""
+        """Return what stands out of a full row space: sentences where words can be placed, else a bag; guesses."""
         stacked, roles = stack(seen, 0)
         assert stacked is not None
         size = seen.knowledge.batch_size or 1
