@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
-(dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix), unseen (another draw).
-Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+(dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
+unseen (another draw). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
