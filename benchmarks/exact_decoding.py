@@ -5,7 +5,8 @@
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
-unseen (another draw). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+unseen (another draw). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures
+count 0.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def decoders() -> list[Cell]:
     cells = [Cell("cola", b, 5 if b < 16 else 1, OFF, "smollm2") for b in (1, 4, 16, 32, 50)]
     cells += [Cell("cola", b, 3 if b < 16 else 1, OFF, "random:gpt2") for b in (1, 4, 16, 32)]
     on = {"dropout": True}
-    cells += [Cell("cola", b, n, on, "random:gpt2") for b, n in ((1, 5), (4, 5), (16, 1), (32, 1))]
+    cells += [Cell("cola", b, n, on, "random:gpt2") for b, n in ((1, 5), (4, 5), (16, 1), (32, 1), (36, 1), (40, 1))]
     return cells
 
 
@@ -157,7 +158,8 @@ def compressed() -> list[Cell]:
 
 def partial() -> list[Cell]:
     """One block, or one matrix of it; what the method cannot read counts 0."""
-    views = ("0-2:q", "0-1:q,k,v", "0:q,k,v", "0:q", "0:k", "0:v", "0:o", "0:f", "0:p", "1:q,k,v", "5:q,k,v")
+    views = ("0-2:q", "0-1:q,k,v", "0:q,k,v", "0:q", "0:k", "0:v", "0:o", "0:f", "0:p")
+    views += tuple(f"{block}:q,k,v" for block in range(1, 6))
     return [Cell("cola", b, 2, dict(how), tensors=t) for how in (PRACTICAL, OFF) for t in views for b in (1, 4)]
 
 
