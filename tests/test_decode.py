@@ -254,8 +254,8 @@ def test_counts_below_one_are_refused(field):
 
 
 def test_a_score_that_is_no_number_is_refused():
-    with pytest.raises(BadInputError, match="least_score"):
-        Decode(least_score=float("nan"))
+    with pytest.raises(BadInputError, match="false_discoveries"):
+        Decode(false_discoveries=float("nan"))
 
 
 def test_one_position_looked_at_is_an_empty_answer_and_no_error(minilm):

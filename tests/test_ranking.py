@@ -9,7 +9,7 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
-from gradaudit.leakage.ranking import rank_words, shrunk
+from gradaudit.leakage.ranking import accepted, expected_by_chance, rank_words, shrunk
 from gradaudit.leakage.subspace import stack
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -37,15 +37,52 @@ def test_the_words_stand_out_and_little_else_does(minilm, name: str, fields: dic
     seen = client.observe(batch, Selection("0:q,k,v"), Given(), stream(0, "client"))
     stacked, _ = stack(seen, 0)
     assert stacked is not None
-    found = [word.token for word in rank_words(minilm, stacked, 32, 9.0)]
+    found = [word.token for word in rank_words(minilm, stacked, 32, 0.05)]
     right = set(batch.sequences()[0]) - minilm.special.ids
     assert len(right & set(found)) >= 0.9 * len(right)
     assert len(set(found) - right) <= 2
 
 
 def test_pure_noise_holds_no_words(minilm):
-    noise = torch.randn(1152, 384, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    assert rank_words(minilm, noise, 32, 9.0) == []
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        noise = torch.randn(1152, 384, generator=rng, dtype=torch.double)
+        assert rank_words(minilm, noise, 4, 0.05) == []
+
+
+def test_the_count_expected_by_chance_is_that_of_an_exponential_tail():
+    """For exponential scores the highest has V exp(-max) above it on average: an exponential number of mean 1."""
+    rng = torch.Generator().manual_seed(2)
+    drawn, closed = [], []
+    for _ in range(200):
+        scores = -torch.rand(20000, generator=rng, dtype=torch.double).log()
+        drawn.append(expected_by_chance(scores))
+        closed.append(20000 * float((-scores.max()).exp()))
+    ratio = torch.tensor(drawn).log() - torch.tensor(closed).log()
+    assert float(ratio.abs().median()) < 0.4  # the rate of a thousand excesses is known to 5%, over seven of them
+    assert 0.7 < sum(drawn) / 200 < 1.4
+
+
+def test_words_of_the_batch_leave_the_count_of_the_others_almost_as_it_was():
+    scores = -torch.rand(20000, generator=torch.Generator().manual_seed(3), dtype=torch.double).log()
+    alone = expected_by_chance(torch.cat([scores, torch.tensor([25.0])]))
+    among = expected_by_chance(torch.cat([scores, torch.full((100,), 24.0), torch.tensor([25.0])]))
+    assert alone < 1e-5
+    assert among < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("expected", "level", "taken"),
+    [
+        ([0.0, 0.0, 0.0], 0.05, 3),
+        ([0.2], 0.1, 0),
+        ([0.0, 0.2, 1.0], 0.1, 2),
+        ([0.2, 0.0, 0.0, 1.0], 0.1, 3),  # a doubtful word before sure ones is made up for
+        ([], 0.1, 0),
+    ],
+)
+def test_forward_stop_takes_the_longest_run_whose_mean_is_low_enough(expected: list[float], level: float, taken: int):
+    assert accepted(expected, level) == taken
 
 
 def test_shrinking_keeps_what_stands_above_the_noise():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -59,10 +58,10 @@ class Decode(Attack):
     blocks: int = hyper(3, "dropout off, encoders: blocks read; those after the first check and prove")
     starts: int = hyper(24, "dropout off, encoders: proposals mended a round")
     most_words: int = hyper(32, "noise and compression: words taken at most, times the batch size")
-    least_score: float = hyper(
-        9.0,
-        "noise and compression: a word's evidence, in standard deviations of the vocabulary's scores",
-        source="words of the batch score 15 to 70, the first of the others 4 to 8 (MiniLM, five defenses)",
+    false_discoveries: float = hyper(
+        0.05,
+        "noise and compression: share of the words taken that may be wrong",
+        source="ours; benchmarks/word_evidence.py",
     )
     order_evaluations: int = hyper(
         1500,
@@ -75,8 +74,10 @@ class Decode(Attack):
         for name in ("candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"attack 'decode': {name} must be at least 1, got {getattr(self, name)}")
-        if not math.isfinite(self.least_score):
-            raise BadInputError(f"attack 'decode': least_score must be a number, got {self.least_score}")
+        if not 0 < self.false_discoveries < 1:
+            raise BadInputError(
+                f"attack 'decode': false_discoveries must lie between 0 and 1, got {self.false_discoveries}"
+            )
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         first = span(seen, 0)
@@ -124,7 +125,8 @@ class Decode(Attack):
         stacked, roles = stack(seen, 0)
         assert stacked is not None
         size = seen.knowledge.batch_size or 1
-        words = rank_words(seen.model, stacked, min(self.most_words * size, seen.model.width - 1), self.least_score)
+        most = min(self.most_words * size, seen.model.width - 1)
+        words = rank_words(seen.model, stacked, most, self.false_discoveries)
         details = _ranks(first) | {"words": len(words)}
         if not words:
             return Reconstruction(sequences=(), notes=(_FULL,), details=details)

@@ -4,12 +4,17 @@ Noise, sign, top-k and quantization fill the row space, so no word lies in it an
 still stand out of the vocabulary, and so do their neighbors in meaning: a threshold on the plain ranking counts those
 in. Simultaneous orthogonal matching pursuit (Tropp, Gilbert and Strauss, 2006) takes the word whose direction carries
 most of the gradient, removes that direction from the gradient and from all other words, and goes on: neighbors fall
-back with the word they resemble, and the score of the next best drops from 20 standard deviations of the vocabulary's
-to the 4 or 5 of chance when the batch's words are used up.
+back with the word they resemble.
+
+Each word is judged by the vocabulary itself: how many words would score as high by chance. Where to stop is then a
+question of multiple testing in a given order, answered by ForwardStop (G'Sell, Wager, Chouldechova and Tibshirani,
+2016).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +28,8 @@ _SAMPLED, _APART = 16, 4
 """A position's common part is the mean of every 16th word; a word's row is averaged over every fourth position."""
 _FLOOR = 0.1
 """A word of which less than this share is left resembles those already taken too much to be judged."""
+_TAIL = 1000
+"""Highest scores that tell how the vocabulary's fall off: more than a batch has words, few enough to be its tail."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,45 @@ class RankedWord:
 
     Args:
         token: its id.
-        score: standard deviations above the vocabulary's mean when it was taken.
+        expected: words of the vocabulary that would have scored as high by chance when it was taken.
     """
 
     token: int
-    score: float
+    expected: float
+
+
+def expected_by_chance(scores: Tensor) -> float:
+    """Return how many of the scores would be as high as the highest by chance.
+
+    Scores fall off exponentially at their end (Pickands, 1975, for all tails of the chi-square kind); the median of
+    the excesses over the thousandth gives the rate, and words of the batch among them move a median little.
+
+    Args:
+        scores: [V]; at least 20.
+    """
+    tail = min(_TAIL, len(scores) // 10)
+    top = scores.topk(tail + 1).values.double()
+    excess = top[1:] - top[-1]
+    rate = math.log(2) / float(excess.median().clamp_min(1e-300))
+    return tail * math.exp(-min(rate * float(top[0] - top[-1]), 700.0))
+
+
+def accepted(expected: Sequence[float], level: float) -> int:
+    """Return how many of the words, in their order, are taken when a share `level` of them may be wrong.
+
+    ForwardStop: the largest k with mean of -log(1 - p) over the first k at most `level`. With p = 1 - exp(-E) for the
+    highest of many scores, of which E are expected by chance, -log(1 - p) is E itself.
+
+    Args:
+        expected: E of each word.
+        level: false-discovery rate, between 0 and 1.
+    """
+    total, taken = 0.0, 0
+    for count, each in enumerate(expected, 1):
+        total += each
+        if total <= level * count:
+            taken = count
+    return taken
 
 
 def shrunk(stacked: Tensor) -> Tensor:
@@ -52,14 +93,16 @@ def shrunk(stacked: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rank_words(model: TextModel, stacked: Tensor, most: int, least: float) -> list[RankedWord]:
+def rank_words(model: TextModel, stacked: Tensor, most: int, level: float) -> list[RankedWord]:
     """Return the words of a batch in the order of their evidence, until what is left looks like chance.
+
+    Special tokens, which every sentence has, are not looked for.
 
     Args:
         model: the model.
         stacked: [out, d] block 0's gradients that share an input, each scaled to unit norm.
         most: words taken at most.
-        least: score below which the pursuit ends, in standard deviations of the vocabulary's.
+        level: share of the words returned that may be wrong (false-discovery rate).
     """
     positions = range(min(_POSITIONS, model.max_length) if model.absolute_positions else 1)
     sample = torch.arange(0, model.vocabulary_size, _SAMPLED, device=stacked.device)
@@ -75,21 +118,22 @@ def rank_words(model: TextModel, stacked: Tensor, most: int, least: float) -> li
     words = words - (words @ common) @ common.T
     directions = shrunk(stacked).to(words)
     directions = directions - (directions @ common) @ common.T
-    excluded = torch.zeros(len(words), dtype=torch.bool, device=words.device)
-    excluded[sorted(model.special.ids)] = True
+    open_words = torch.ones(len(words), dtype=torch.bool, device=words.device)
+    open_words[sorted(model.special.ids)] = False
     found: list[RankedWord] = []
     along, length = words @ directions.T, words.square().sum(1)
     units = words.new_zeros((0, words.shape[1]))
-    for _ in range(most):
+    total = 0.0
+    while len(found) < most:
         # what was taken is orthogonal to the directions left, so only lengths have to follow
         score = along.square().sum(1) / length.maximum(_FLOOR * size).clamp_min(1e-30)
-        score[excluded] = 0
-        standard = (score - score.mean()) / score.std().clamp_min(1e-30)
-        best = int(standard.argmax())
-        if float(standard[best]) < least:
-            break
-        found.append(RankedWord(best, float(standard[best])))
-        excluded[best] = True
+        expected = expected_by_chance(score[open_words])
+        total += expected
+        if total > level * most:
+            break  # no number of words behind this one could make up for it
+        best = int(torch.where(open_words, score, -1.0).argmax())
+        found.append(RankedWord(best, expected))
+        open_words[best] = False
         unit = words[best] - (words[best] @ units.T) @ units
         unit = unit / unit.norm()
         units = torch.cat([units, unit[None]])
@@ -97,4 +141,4 @@ def rank_words(model: TextModel, stacked: Tensor, most: int, least: float) -> li
         length = length - part.square()
         along = along - part[:, None] * (directions @ unit)
         directions = directions - (directions @ unit)[:, None] * unit
-    return found
+    return found[: accepted([word.expected for word in found], level)]
