@@ -6,17 +6,10 @@ from typing import Any
 
 import torch
 
+from gradaudit.leakage.descent import Descent, Schedule, minimize
 from gradaudit.leakage.labels import analytic_label
 from gradaudit.leakage.layout import Layout, layout
-from gradaudit.leakage.matching import (
-    Distance,
-    Prediction,
-    as_gradient,
-    minimize,
-    nearest_tokens,
-    without,
-    word_gradient_hidden,
-)
+from gradaudit.leakage.matching import Distance, Objective, nearest_tokens
 from gradaudit.types import Observation, Reconstruction
 
 
@@ -48,35 +41,26 @@ def match(
         what: name for the progress bar.
     """
     given_label = analytic_label(seen)
-    visible = without(seen, word_gradient_hidden(seen))
-    observed = list(as_gradient(visible).values())
+    objective = Objective(seen, distance)
     frame = layout(seen, assumed_length)
     model, table = seen.model, seen.model.word_vectors()
     shape = (restarts, *frame.ids.shape, table.shape[1])
     noise = torch.randn(shape, generator=rng).to(table)
     start = torch.where(frame.fixed[None, :, :, None], table[frame.ids][None], noise)
     labels, learn = _labels(seen, frame, given_label, restarts, rng)
-    found = minimize(
-        Prediction(visible),
-        observed,
-        distance,
-        start=start,
-        mask=frame.mask,
-        fixed=frame.fixed,
-        labels=labels,
-        learn_labels=learn,
-        steps=steps,
-        learning_rate=learning_rate,
-        keep_best=keep_best,
-        what=what,
+    descent = Descent(
+        start, frame.fixed | ~frame.mask, labels, "softmax" if learn else None, Schedule(steps, learning_rate)
     )
-    best = int(found.distance.argmin())
+    found = minimize(
+        descent, lambda vectors, targets: objective(vectors, frame.mask, targets), steps, keep_best=keep_best, what=what
+    )
+    best = int(found.loss.argmin())
     ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
     ids = torch.where(frame.fixed, frame.ids, ids)
     details: dict[str, Any] = {
-        "distance": float(found.distance[best]),
+        "distance": float(found.loss[best]),
         "gradient_evaluations": found.evaluations,
-        "matched_tensors": len(observed),
+        "matched_tensors": objective.tensors,
     }
     how, notes = seen.knowledge.training, []
     if seen.kind == "delta" and how is not None and how.steps(len(frame.ids)) > 1:

@@ -1,7 +1,8 @@
-"""Gradient matching: distances between updates, the update a guess would cause, and its minimization.
+"""Gradient matching: distances between updates, and how far the update of a guess lies from the one that was seen.
 
-Everything is batched over candidates: a guess is [N, B, T, d] and a distance returns [N], so that restarts,
-permutations and beams are evaluated together.
+Everything is batched over candidates: a guess is [N, B, T, d] and an objective returns [N], so that restarts,
+permutations and beams are evaluated together. A predicted gradient is made matrix by matrix out of its factors
+(`models.taps`), measured, and pushed back into them at once: nothing of the model's size stays in a graph.
 """
 
 from __future__ import annotations
@@ -9,33 +10,47 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
 
 from gradaudit.errors import NotSupportedError
-from gradaudit.progress import track
+from gradaudit.leakage.masks import Masks
+from gradaudit.models.base import View
+from gradaudit.models.taps import Tap, Traced
 from gradaudit.types import Observation
+
+_CHUNK = 1 << 21
+"""Gradient values measured at a time: they stay in the processor's cache."""
 
 
 class Distance(ABC):
-    """A distance between predicted and observed update tensors, with its derivative in closed form.
+    """A distance between predicted and observed updates that is a sum over tensors, with its derivative."""
 
-    The derivative lets `minimize` push the error back through the model without a graph over the (large) tensors.
-    """
+    differs: ClassVar[bool] = True
+    """True when only p - o matters: `each` is then given that instead of p."""
 
     @abstractmethod
-    def __call__(self, predicted: Sequence[Tensor], observed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Return the distance of each candidate and its derivative.
+    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+        """Return one tensor's distance for each candidate, and its derivative by p when asked for.
 
         Args:
-            predicted: tensors of shape [N, ...], one a view.
-            observed: tensors of shape [...], in the same order.
-
-        Returns:
-            [N] distances, and d distance / d predicted with the shapes of `predicted`.
+            p: [N, ...] predicted, or predicted - observed where `differs`; may be overwritten.
+            o: [...] observed.
+            slope: whether the derivative, [N, ...], is wanted.
         """
+
+    def share(self, count: int) -> float:
+        """Return the weight of one of `count` tensors."""
+        return 1.0
+
+    def measure(self, predicted: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
+        """Return the distance [N] of whole updates, tensor by tensor."""
+        total = torch.zeros(len(predicted[0]), device=predicted[0].device, dtype=predicted[0].dtype)
+        for p, o in zip(predicted, observed, strict=True):
+            total = total + self.each(p - o if self.differs else p.clone(), o, False)[0]
+        return total * self.share(len(predicted))
 
 
 @dataclass(frozen=True)
@@ -48,19 +63,36 @@ class SquaredL2(Distance):
 
     l1: float = 0.0
 
-    def __call__(self, predicted: Sequence[Tensor], observed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        total = torch.zeros(len(predicted[0]), device=predicted[0].device, dtype=predicted[0].dtype)
-        slopes = []
-        for p, o in zip(predicted, observed, strict=True):
-            difference = p - o
-            flat = difference.flatten(1)
-            total = total + torch.linalg.vecdot(flat, flat)
-            if self.l1:
-                total = total + self.l1 * torch.linalg.vector_norm(flat, 1, dim=1)
-                slopes.append(torch.sign(difference).mul_(self.l1).add_(difference, alpha=2))
-            else:
-                slopes.append(difference.mul_(2))
-        return total, slopes
+    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+        flat = p.flatten(1)
+        value = torch.linalg.vecdot(flat, flat)
+        if self.l1:
+            value = value + self.l1 * torch.linalg.vector_norm(flat, 1, dim=1)
+        if not slope:
+            return value, None
+        return value, torch.sign(p).mul_(self.l1).add_(p, alpha=2) if self.l1 else p.mul_(2)
+
+
+@dataclass(frozen=True)
+class L2(Distance):
+    """Sum over tensors of ||g - g*||_2 + l1 ||g - g*||_1, the first not squared (Grab: l1 = 0.01).
+
+    Args:
+        l1: weight of the absolute difference.
+    """
+
+    l1: float = 0.01
+
+    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+        flat = p.flatten(1)
+        norm = torch.linalg.vector_norm(flat, dim=1)
+        value = norm + self.l1 * torch.linalg.vector_norm(flat, 1, dim=1) if self.l1 else norm
+        if not slope:
+            return value, None
+        # at the truth itself the derivative is taken as 0
+        scale = torch.where(norm > 0, 1 / norm.clamp_min(torch.finfo(norm.dtype).tiny), 0.0)
+        scale = scale.view(-1, *[1] * (p.dim() - 1))
+        return value, torch.sign(p).mul_(self.l1).addcmul_(p, scale.expand_as(p)) if self.l1 else p * scale
 
 
 @dataclass(frozen=True)
@@ -70,74 +102,349 @@ class Cosine(Distance):
     A tensor that is zero on either side counts 1 and has slope 0.
     """
 
-    def __call__(self, predicted: Sequence[Tensor], observed: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        total = torch.zeros(len(predicted[0]), device=predicted[0].device, dtype=predicted[0].dtype)
-        slopes = []
-        tiny = torch.finfo(total.dtype).tiny
-        for p, o in zip(predicted, observed, strict=True):
-            flat, fixed = p.flatten(1), o.flatten()
-            norm = torch.linalg.vector_norm(flat, dim=1).clamp_min(tiny)
-            against = torch.linalg.vector_norm(fixed).clamp_min(tiny)
-            cosine = (flat / norm[:, None]) @ (fixed / against)
-            total = total + (1 - cosine) / len(predicted)
-            inward = (cosine / norm)[:, None] * (flat / norm[:, None]) - (fixed / against) / norm[:, None]
-            silent = ((norm <= tiny) | (against <= tiny))[:, None]
-            slopes.append((torch.where(silent, 0.0, inward) / len(predicted)).view_as(p))
-        return total, slopes
+    differs: ClassVar[bool] = False
+
+    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+        flat, fixed = p.flatten(1), o.flatten()
+        tiny = torch.finfo(p.dtype).tiny
+        norm = torch.linalg.vector_norm(flat, dim=1).clamp_min(tiny)
+        against = torch.linalg.vector_norm(fixed).clamp_min(tiny)
+        cosine = (flat @ fixed) / norm / against
+        if not slope:
+            return 1 - cosine, None
+        heard = (norm > tiny) & (against > tiny)
+        along = torch.where(heard, cosine / norm.square(), 0.0)
+        inward = torch.where(heard, 1 / (norm * against), 0.0)
+        return 1 - cosine, (flat * along[:, None]).addcmul_(inward[:, None], fixed, value=-1).view_as(p)
+
+    def share(self, count: int) -> float:
+        return 1.0 / count
 
 
-class Prediction:
-    """The update that a guess would cause, in the views that were seen, dropout off.
+@dataclass(frozen=True)
+class Normalized(Distance):
+    """The inner distance of each predicted tensor scaled to unit norm, as a client does that adds noise after that.
 
-    A weight change is read as a gradient: with a known optimizer "sgd" as -delta / (learning rate x steps), which is
-    exact for one step and first-order for several; otherwise only up to scale.
+    Grab's counter to its noise (section 5.4).
+
+    Args:
+        inner: what is measured then.
+    """
+
+    inner: Distance
+    differs: ClassVar[bool] = False
+
+    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+        norm = torch.linalg.vector_norm(p.flatten(1), dim=1).clamp_min(torch.finfo(p.dtype).tiny)
+        norm = norm.view(-1, *[1] * (p.dim() - 1))
+        unit = p / norm
+        value, outer = self.inner.each(unit - o if self.inner.differs else unit.clone(), o, slope)
+        if outer is None:
+            return value, None
+        along = (outer * unit).flatten(1).sum(1).view_as(norm)
+        return value, (outer - along * unit) / norm
+
+    def share(self, count: int) -> float:
+        return self.inner.share(count)
+
+
+@dataclass(frozen=True)
+class OnSupport(Distance):
+    """The inner distance on the coordinates that were sent: the others were pruned and say nothing.
+
+    Grab's counter to pruning (section 5.5).
+
+    Args:
+        inner: what is measured there.
+    """
+
+    inner: Distance
+    differs: ClassVar[bool] = False
+
+    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+        sent = o != 0
+        value, outer = self.inner.each((p - o) * sent if self.inner.differs else p * sent, o, slope)
+        return value, None if outer is None else outer * sent
+
+    def share(self, count: int) -> float:
+        return self.inner.share(count)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a view's gradient is found: its tap, which columns of what was written, and the observed values."""
+
+    parameter: str
+    rows: tuple[int, int] | None
+    observed: Tensor
+
+
+class Objective:
+    """How far the update of a guess lies from the observed one, over the views that were seen.
+
+    Left out, with their names in `left_out`: the word table's own gradient (a guess made of word vectors never looks
+    anything up in it; tied, it is left out whole) and tables that all sentences share by position (MPNet's attention
+    bias), whose gradient is no sum over sentences.
 
     Args:
         seen: the observation.
+        distance: what to measure.
+
+    Raises:
+        NotSupportedError: nothing is left to match, or a weight change that cannot be read as a gradient.
     """
 
-    def __init__(self, seen: Observation) -> None:
-        self.model = seen.model
-        self.views = list(seen.views.values())
-        wanted = {view.parameter for view in self.views}
-        every = self.model.parameters()
-        self._moving = {name: every[name].detach() for name in every if name in wanted}
-        self._fixed = {name: every[name].detach() for name in every if name not in wanted}
+    def __init__(self, seen: Observation, distance: Distance) -> None:
+        self.model, self.distance = seen.model, distance
+        self._causal = seen.model.spec.task == "causal-lm"
+        self._rate = seen.knowledge.dropout or None
+        hidden = word_gradient_hidden(seen)
+        self._views: dict[str, View] = {n: v for n, v in seen.views.items() if n not in hidden}
+        gradients = as_gradient(seen)
+        self._observed = {name: gradients[name] for name in self._views}
+        self.watched = tuple(dict.fromkeys(v.parameter for v in self._views.values()))
+        taps = self._probe()
+        self._places = {
+            name: _Place(view.parameter, view.rows, _oriented(view, taps[view.parameter][0], self._observed[name]))
+            for name, view in self._views.items()
+            if view.parameter in taps
+        }
+        self.left_out = tuple(n for n in seen.views if n not in self._places)
+        if not self._places:
+            raise NotSupportedError("matching has nothing to match: only word-embedding rows were shared")
 
-    def __call__(self, embeddings: Tensor, mask: Tensor, labels: Tensor) -> list[Tensor]:
-        """Return one [N, ...] tensor a view.
+    @property
+    def tensors(self) -> int:
+        """How many tensors are matched."""
+        return len(self._places)
+
+    def __call__(
+        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None, base: Base | None = None
+    ) -> Tensor:
+        """Return the distance of each candidate, [N]; differentiable by all that has a gradient.
 
         Args:
             embeddings: [N, B, T, d] word vectors.
-            mask: [B, T] bool.
-            labels: [N, B, ...] labels or label distributions, as `TextModel.loss` takes them.
+            mask: [B, T] or [N, B, T] bool.
+            labels: [N, B, ...] labels or distributions, as `TextModel.loss` takes them.
+            masks: dropout masks in force; None is without dropout.
+            base: what the sentences not given here add to the update; None when all are given.
         """
-        if len(embeddings) == 1:
-            return self._views([g[None] for g in self._one(embeddings[0], mask, labels[0])])
-
-        def loss(moving: dict[str, Tensor], embeddings: Tensor, labels: Tensor) -> Tensor:
-            params = self._fixed | moving
-            return self.model.loss(embeddings=embeddings, mask=mask, labels=labels, params=params)
-
-        found = vmap(grad(loss), in_dims=(None, 0, 0))(self._moving, embeddings, labels)
-        return self._views([found[name] for name in self._moving])
-
-    def _one(self, embeddings: Tensor, mask: Tensor, labels: Tensor) -> list[Tensor]:
-        keep_graph = torch.is_grad_enabled()
+        learning = torch.is_grad_enabled()
         with torch.enable_grad():
-            moving = {name: value.requires_grad_() for name, value in self._moving.items()}
-            params = self._fixed | moving
-            loss = self.model.loss(embeddings=embeddings, mask=mask, labels=labels, params=params)
-            found = torch.autograd.grad(loss, list(moving.values()), create_graph=keep_graph, materialize_grads=True)
-        return list(found)
+            traced = self._trace(embeddings, mask, labels, masks)
+            total = self._weighted(traced.losses, embeddings, mask, base)
+            factors = self._factors(traced, total, learning)
+        found = torch.zeros(len(embeddings), device=embeddings.device, dtype=embeddings.dtype)
+        for name, place in self._places.items():
+            how, slope, read = factors[place.parameter]
+            slope = slope if place.rows is None else slope[..., place.rows[0] : place.rows[1]]
+            added = None if base is None else base.tensors[name]
+            found = found + _term(slope, read, how, len(embeddings), place.observed, added, self.distance)
+        return found * self.distance.share(len(self._places))
 
-    def _views(self, found: list[Tensor]) -> list[Tensor]:
-        by_name = dict(zip(self._moving, found, strict=True))
-        out = []
-        for view in self.views:
-            whole = by_name[view.parameter]
-            out.append(torch.stack([view(g) for g in whole]) if view.name != view.parameter else whole)
+    @torch.no_grad()
+    def base(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, size: int) -> Base:
+        """Return what some sentences add to a batch's update.
+
+        Args:
+            embeddings: [B', T, d] of the sentences, as many as `masks` holds.
+            mask: [B', T].
+            labels: [B', ...].
+            masks: their dropout masks.
+            size: sentences (classification) or predicted tokens (causal-lm) of the whole batch.
+        """
+        whole = Base({}, size)
+        with torch.enable_grad():
+            traced = self._trace(embeddings[None], mask, labels[None], masks)
+            factors = self._factors(traced, self._weighted(traced.losses, embeddings[None], mask, whole), False)
+        found = {}
+        for name, place in self._places.items():
+            how, slope, read = factors[place.parameter]
+            slope = slope if place.rows is None else slope[..., place.rows[0] : place.rows[1]]
+            found[name] = _gradient(how, _by_candidate(slope, 1), read, 1, place.observed)[0]
+        return Base(found, size)
+
+    @staticmethod
+    def _factors(traced: Traced, total: Tensor, learning: bool) -> dict[str, tuple[str, Tensor, Tensor]]:
+        """Return each watched parameter's kind, slopes at what was written and rows read, over all of its uses."""
+        uses = [(name, tap) for name, taps in traced.taps.items() for tap in taps]
+        slopes = torch.autograd.grad(total, [tap.written for _, tap in uses], create_graph=learning, allow_unused=True)
+        out: dict[str, tuple[str, Tensor, Tensor]] = {}
+        for name, taps in traced.taps.items():
+            mine = [(tap, s) for (n, tap), s in zip(uses, slopes, strict=True) if n == name]
+            # a use that the loss does not reach adds nothing (BERT runs its pooler twice)
+            reached = [(t, s) for t, s in mine if s is not None] or [(taps[-1], torch.zeros_like(taps[-1].written))]
+            read = torch.cat([t.read for t, _ in reached], 1) if len(reached) > 1 else reached[0][0].read
+            slope = torch.cat([s.reshape(len(s), -1, s.shape[-1]) for _, s in reached], 1)
+            out[name] = (taps[0].how, slope, read if learning else read.detach())
         return out
+
+    def predicted(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None) -> list[Tensor]:
+        """Return the whole predicted update of each candidate, one [N, ...] tensor a matched view; for small models."""
+        tokens = int(mask[..., 1:].sum()) if self._causal else mask.shape[-2]
+        each = [
+            self.base(e, mask if mask.dim() == 2 else mask[n], labels[n], masks, tokens).tensors
+            for n, e in enumerate(embeddings)
+        ]
+        return [torch.stack([one[name] for one in each]) for name in self._places]
+
+    def observed(self) -> list[Tensor]:
+        """Return the observed values of each matched view."""
+        return [place.observed for place in self._places.values()]
+
+    def names(self) -> list[str]:
+        """Return the names of the matched views."""
+        return list(self._places)
+
+    def _trace(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None) -> Traced:
+        count = len(embeddings)
+        flat = embeddings.flatten(0, 1)
+        every = mask.expand(count, *mask.shape).flatten(0, 1) if mask.dim() == 2 else mask.flatten(0, 1)
+        return self.model.traced(
+            embeddings=flat,
+            mask=every,
+            labels=labels.flatten(0, 1),
+            watch=self.watched,
+            dropout=None if masks is None else masks.at(count),
+            rate=self._rate,
+        )
+
+    def _weighted(self, losses: Tensor, embeddings: Tensor, mask: Tensor, base: Base | None) -> Tensor:
+        """Return the sum over candidates of the batch's loss (its part that the given sentences are)."""
+        if base is not None:
+            return losses.sum() / base.size
+        if not self._causal:
+            return losses.sum() / embeddings.shape[1]
+        tokens = mask[..., 1:].sum((-1, -2)).to(losses)  # [] or [N]
+        return (losses.view(len(embeddings), -1).sum(1) / tokens).sum()
+
+    def _probe(self) -> dict[str, list[Tap]]:
+        """Return the taps of a made-up guess, to know which parameters have any."""
+        model = self.model
+        with torch.enable_grad():
+            vectors = model.word_vectors()[:3][None].repeat(2, 1, 1)
+            mask = torch.ones(2, 3, dtype=torch.bool, device=vectors.device)
+            labels = torch.zeros((2, 3) if self._causal else 2, dtype=torch.long, device=vectors.device)
+            return model.traced(embeddings=vectors, mask=mask, labels=labels, watch=self.watched).taps
+
+
+@dataclass(frozen=True)
+class Base:
+    """What other sentences add to a batch's update.
+
+    Args:
+        tensors: by view.
+        size: sentences, or predicted tokens, of the whole batch.
+    """
+
+    tensors: dict[str, Tensor]
+    size: int
+
+
+def _oriented(view: View, tap: Tap, observed: Tensor) -> Tensor:
+    """Return an observed tensor as [out, in], the orientation that factors are multiplied in."""
+    whole = view.name == view.parameter
+    return observed.T.contiguous() if tap.how == "transposed" and whole else observed.contiguous()
+
+
+def _by_candidate(rows: Tensor, count: int) -> Tensor:
+    """Return [N B, T, k] rows as [N, B T, k]."""
+    return rows.reshape(count, -1, rows.shape[-1])
+
+
+def _gradient(how: str, slope: Tensor, read: Tensor, count: int, like: Tensor) -> Tensor:
+    """Return the gradients [N, ...] that factors make.
+
+    Args:
+        how: of the tap.
+        slope: [N, K, out].
+        read: as the tap has it.
+        count: N.
+        like: a tensor of the gradient's shape.
+    """
+    if how == "shift":
+        return slope.sum(1)
+    if how == "scale":
+        return (slope * _by_candidate(read, count)).sum(1)
+    if how == "lookup":
+        found = slope.new_zeros(count, *like.shape)
+        rows = read.reshape(count, -1, 1).expand(-1, -1, slope.shape[-1])
+        return found.scatter_add_(1, rows, slope)
+    return slope.mT @ _by_candidate(read, count)
+
+
+def _term(
+    slope: Tensor, read: Tensor, how: str, count: int, observed: Tensor, base: Tensor | None, distance: Distance
+) -> Tensor:
+    """Return one tensor's distance for each candidate; see `_Term`."""
+    value: Tensor = _Term.apply(slope, read, how, count, observed, base, distance)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Term(torch.autograd.Function):
+    """One tensor's distance, by the factors of its predicted gradient.
+
+    The derivative is carried back to the factors in the forward pass already, while the matrix is at hand.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        slope: Tensor,
+        read: Tensor,
+        how: str,
+        count: int,
+        observed: Tensor,
+        base: Tensor | None,
+        distance: Distance,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        rows = _by_candidate(slope, count)
+        offset = None if base is None else base
+        if distance.differs:
+            offset = -observed if base is None else base - observed
+        values, back_slope, back_read = [], [], []
+        chunk = max(1, _CHUNK // max(1, observed.numel()))
+        for at in range(0, count, chunk):
+            here = rows[at : at + chunk]
+            matrix = how in ("matrix", "transposed")
+            part = read.reshape(count, -1, *read.shape[2:])[at : at + chunk] if how != "shift" else read
+            if matrix and offset is not None:
+                p = torch.baddbmm(offset, here.mT, part)
+            else:
+                p = _gradient(how, here, part, len(here), observed)
+                p = p if offset is None else p + offset
+            value, s = distance.each(p, observed, wanted)
+            values.append(value)
+            if s is None:
+                continue
+            if matrix:
+                back_slope.append(part @ s.mT)
+                back_read.append(here @ s)
+            elif how == "shift":
+                back_slope.append(s[:, None].expand_as(here))
+            elif how == "scale":
+                back_slope.append(part * s[:, None])
+                back_read.append(here * s[:, None])
+            else:
+                index = part.reshape(len(here), -1, 1).expand(-1, -1, here.shape[-1])
+                back_slope.append(s.gather(1, index))
+        if wanted:
+            ctx.back_slope = torch.cat(back_slope).view_as(slope)
+            ctx.back_read = torch.cat(back_read).view_as(read) if back_read else None
+            ctx.count = count
+        return torch.cat(values)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        def scaled(back: Tensor | None, needed: bool) -> Tensor | None:
+            if back is None or not needed:
+                return None
+            return (back.view(ctx.count, -1) * outer[:, None]).view_as(back)
+
+        needed = ctx.needs_input_grad
+        return scaled(ctx.back_slope, needed[0]), scaled(ctx.back_read, needed[1]), None, None, None, None, None
 
 
 def as_gradient(seen: Observation) -> dict[str, Tensor]:
@@ -183,108 +490,6 @@ def without(seen: Observation, hidden: Sequence[str]) -> Observation:
         kind=seen.kind,
         knowledge=seen.knowledge,
         selection=seen.selection,
-    )
-
-
-@dataclass(frozen=True)
-class Minimum:
-    """Where a minimization ended.
-
-    Args:
-        embeddings: [N, B, T, d] word vectors.
-        labels: [N, B, ...] labels or distributions in force there.
-        distance: [N] distance there.
-        evaluations: gradient evaluations spent, all candidates counted.
-    """
-
-    embeddings: Tensor
-    labels: Tensor
-    distance: Tensor
-    evaluations: int
-
-
-def minimize(
-    prediction: Prediction,
-    observed: Sequence[Tensor],
-    distance: Distance,
-    *,
-    start: Tensor,
-    mask: Tensor,
-    fixed: Tensor,
-    labels: Tensor,
-    learn_labels: bool,
-    steps: int,
-    learning_rate: float,
-    keep_best: bool,
-    what: str,
-) -> Minimum:
-    """Minimize the distance over word vectors (and labels) with Adam, all candidates at once.
-
-    Each step pushes the distance's closed-form slope back through the predicted update, so that no graph is kept
-    over the tensors themselves.
-
-    Args:
-        prediction: predicts the update of a guess.
-        observed: the observed tensors, in the prediction's order.
-        distance: what to minimize.
-        start: [N, B, T, d] word vectors to start from.
-        mask: [B, T] bool.
-        fixed: [B, T] bool, slots that stay as they start.
-        labels: [N, B, ...] labels, or starting logits when they are learned.
-        learn_labels: optimize the labels as softmax(logits) together with the vectors.
-        steps: Adam steps.
-        learning_rate: Adam's, constant.
-        keep_best: return the best iterate instead of the last (a candidate each).
-        what: name for the progress bar.
-    """
-    still = (fixed | ~mask)[None, :, :, None]
-    free = start.detach().clone().requires_grad_()
-    logits = labels.detach().clone().float().requires_grad_() if learn_labels else None
-    variables = [free] if logits is None else [free, logits]
-    optimizer = torch.optim.Adam(variables, lr=learning_rate)
-    best = Minimum(start.detach(), labels, torch.full((len(start),), torch.inf, device=start.device), 0)
-
-    def evaluate() -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]:
-        vectors = torch.where(still, start, free)
-        targets = labels if logits is None else logits.softmax(-1)
-        predicted = prediction(vectors, mask, targets)
-        with torch.no_grad():
-            value, slopes = distance([p.detach() for p in predicted], observed)
-        return vectors.detach(), targets.detach(), value, predicted, slopes
-
-    for _ in track(range(steps), what):
-        vectors, targets, value, predicted, slopes = evaluate()
-        best = _better(best, vectors, targets, value)
-        # a view the loss does not reach (a pooler's, without a head) has no graph and moves nothing
-        reached = [(p, s) for p, s in zip(predicted, slopes, strict=True) if p.requires_grad]
-        found = torch.autograd.grad(
-            [p for p, _ in reached], variables, [s for _, s in reached], allow_unused=True, materialize_grads=True
-        )
-        for variable, slope in zip(variables, found, strict=True):
-            variable.grad = slope
-        optimizer.step()
-    with torch.no_grad():
-        vectors, targets, value, _, _ = evaluate()
-    best = _better(best, vectors, targets, value)
-    spent = (steps + 1) * len(start)
-    if keep_best:
-        return Minimum(best.embeddings, best.labels, best.distance, spent)
-    return Minimum(vectors, targets, value, spent)
-
-
-def _better(best: Minimum, vectors: Tensor, targets: Tensor, value: Tensor) -> Minimum:
-    wins = value < best.distance
-
-    def pick(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(wins.view(-1, *[1] * (new.dim() - 1)), new, old.to(new.dtype).expand_as(new))
-
-    if not bool(wins.any()):
-        return best
-    return Minimum(
-        pick(vectors, best.embeddings),
-        targets if best.labels.shape != targets.shape else pick(targets, best.labels),
-        torch.minimum(value, best.distance),
-        0,
     )
 
 

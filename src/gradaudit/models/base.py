@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradaudit.models.taps import Dropout, Traced
 from gradaudit.types import Task
 
 ROLES = ("q", "k", "v", "o", "f", "p")
@@ -166,6 +167,31 @@ class TextModel(ABC):
         Args:
             labels: [B] classes or [B, C] distributions (classification); [B, T] ids or [B, T, V] distributions
                 (causal-lm), of which position t is predicted from position t - 1 and the first one is not used.
+        """
+
+    @abstractmethod
+    def traced(
+        self,
+        *,
+        embeddings: Tensor,
+        mask: Tensor,
+        labels: Tensor,
+        watch: Sequence[str],
+        dropout: Dropout | None = None,
+        rate: float | None = None,
+    ) -> Traced:
+        """Return the loss of each sentence and where the watched parameters' gradients come from.
+
+        Args:
+            embeddings: [n, T, d] word vectors.
+            mask: [n, T].
+            labels: as `loss` takes them.
+            watch: parameter names.
+            dropout: takes the place of every dropout site; None runs without dropout.
+            rate: dropout rate at every site; None takes the configured ones.
+
+        Returns:
+            Losses whose mean (classification), or whose sum over the number of predicted tokens (causal-lm), is `loss`.
         """
 
     @abstractmethod

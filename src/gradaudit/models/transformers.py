@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.func import functional_call
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models.base import ROLES, FirstInputs, ModelSpec, SpecialTokens, TextModel, View
 from gradaudit.models.families import FAMILIES, Family
+from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -160,6 +161,26 @@ class TransformersModel(TextModel):
         each = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
         mean: Tensor = (each * real.flatten()).sum() / real.sum()
         return mean
+
+    def traced(
+        self,
+        *,
+        embeddings: Tensor,
+        mask: Tensor,
+        labels: Tensor,
+        watch: Sequence[str],
+        dropout: Dropout | None = None,
+        rate: float | None = None,
+    ) -> Traced:
+        mode = self.training_mode(rate) if dropout is not None else nullcontext()
+        sites = DropoutSites(dropout) if dropout is not None else nullcontext()
+        with tapped(self.module, watch, len(embeddings)) as taps, mode, sites:
+            logits = self._program(None, embeddings, mask)
+        if self.spec.task == "classification":
+            return Traced(F.cross_entropy(logits, labels, reduction="none"), taps)
+        each = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1), reduction="none")
+        real = mask[:, 1:].to(logits.dtype)
+        return Traced((each.view_as(real) * real).sum(1), taps)
 
     def word_vectors(self) -> Tensor:
         return self._parameters[self.family.word].detach()

@@ -1,0 +1,70 @@
+"""Dropout masks of a guess: one number in [0, 1] for each value that a client's dropout may have put to zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradaudit.models.taps import Dropout
+
+
+class Masks:
+    """Masks at every dropout site of a batch, drawn where a forward pass first asks for them.
+
+    Source: Grab (Feng et al., 2024), section 4.2: one mask of full shape a site, Bernoulli at first, then learned.
+
+    Args:
+        size: sentences of the batch.
+        rng: draws the masks.
+        learn: whether they get gradients.
+        of: sentences in force, for `only`.
+    """
+
+    def __init__(self, size: int, rng: torch.Generator, learn: bool = True) -> None:
+        self._size, self._rng, self._learn = size, rng, learn
+        self._sites: dict[int, Tensor] = {}
+        self._rows: slice | Tensor = slice(None)
+
+    def at(self, candidates: int) -> Dropout:
+        """Return what happens at the sites of a pass over so many candidates, which share the masks."""
+
+        def act(site: int, inner: Tensor, rate: float) -> Tensor:
+            parts = inner.view(candidates, -1, *inner.shape[1:])
+            if site not in self._sites:
+                self._sites[site] = self._drawn((self._size, *inner.shape[1:]), rate, inner)
+            kept = self._sites[site][self._rows]
+            if kept.shape[1:] != inner.shape[1:]:
+                raise ValueError(f"masks of shape {tuple(kept.shape)} met values of shape {tuple(inner.shape)}")
+            return (parts * (kept / (1 - rate))).view_as(inner)
+
+        return act
+
+    def only(self, rows: Tensor) -> Masks:
+        """Return the masks of some sentences of the batch, sharing their values."""
+        part = Masks(self._size, self._rng, self._learn)
+        part._sites, part._rows = self._sites, rows
+        return part
+
+    def variables(self) -> list[Tensor]:
+        """Return the masks that can be learned, site by site; empty before the first pass."""
+        return list(self._sites.values()) if self._learn else []
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Put every value back into [0, 1]."""
+        for mask in self._sites.values():
+            mask.clamp_(0, 1)
+
+    @torch.no_grad()
+    def restart(self, rate: float | None = None) -> None:
+        """Draw all masks anew, each at its own share of ones or at a given rate."""
+        for mask in self._sites.values():
+            keep = float(mask.mean().clamp(0.05, 1)) if rate is None else 1 - rate
+            mask.copy_(self._bernoulli(mask.shape, keep).to(mask))
+
+    def _drawn(self, shape: tuple[int, ...], rate: float, like: Tensor) -> Tensor:
+        drawn = self._bernoulli(shape, 1 - rate).to(like.device, like.dtype)
+        return drawn.requires_grad_(self._learn)
+
+    def _bernoulli(self, shape: tuple[int, ...] | torch.Size, keep: float) -> Tensor:
+        return (torch.rand(shape, generator=self._rng) < keep).float()
