@@ -59,7 +59,7 @@ class Decode(Attack):
     starts: int = hyper(24, "dropout off, encoders: proposals mended a round")
     most_words: int = hyper(32, "noise and compression: words taken at most, times the batch size")
     false_discoveries: float = hyper(
-        0.05,
+        0.01,
         "noise and compression: share of the words taken that may be wrong",
         source="ours; benchmarks/word_evidence.py",
     )

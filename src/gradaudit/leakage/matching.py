@@ -7,6 +7,7 @@ permutations and beams are evaluated together. A predicted gradient is made matr
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gradaudit.models.base import View
 from gradaudit.models.taps import Tap, Traced
 from gradaudit.types import Observation
 
-_CHUNK = 1 << 21
+_CHUNK = 1 << 19
 """Gradient values measured at a time: they stay in the processor's cache."""
 
 
@@ -32,13 +33,15 @@ class Distance(ABC):
     """True when only p - o matters: `each` is then given that instead of p."""
 
     @abstractmethod
-    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+    def each(self, p: Tensor, o: Tensor, slope: bool, of: int = 1) -> tuple[Tensor, Tensor | None]:
         """Return one tensor's distance for each candidate, and its derivative by p when asked for.
 
         Args:
             p: [N, ...] predicted, or predicted - observed where `differs`; may be overwritten.
             o: [...] observed.
             slope: whether the derivative, [N, ...], is wanted.
+            of: the tensor is every so many-th row of a whole one, for which the distance is estimated; only with no
+                slope.
         """
 
     def share(self, count: int) -> float:
@@ -63,14 +66,14 @@ class SquaredL2(Distance):
 
     l1: float = 0.0
 
-    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+    def each(self, p: Tensor, o: Tensor, slope: bool, of: int = 1) -> tuple[Tensor, Tensor | None]:
         flat = p.flatten(1)
         value = torch.linalg.vecdot(flat, flat)
         if self.l1:
             value = value + self.l1 * torch.linalg.vector_norm(flat, 1, dim=1)
         if not slope:
-            return value, None
-        return value, torch.sign(p).mul_(self.l1).add_(p, alpha=2) if self.l1 else p.mul_(2)
+            return value * of, None
+        return value * of, torch.sign(p).mul_(self.l1).add_(p, alpha=2) if self.l1 else p.mul_(2)
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,12 @@ class L2(Distance):
 
     l1: float = 0.01
 
-    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+    def each(self, p: Tensor, o: Tensor, slope: bool, of: int = 1) -> tuple[Tensor, Tensor | None]:
         flat = p.flatten(1)
         norm = torch.linalg.vector_norm(flat, dim=1)
-        value = norm + self.l1 * torch.linalg.vector_norm(flat, 1, dim=1) if self.l1 else norm
+        value = math.sqrt(of) * norm
+        if self.l1:
+            value = value + of * self.l1 * torch.linalg.vector_norm(flat, 1, dim=1)
         if not slope:
             return value, None
         # at the truth itself the derivative is taken as 0
@@ -104,7 +109,7 @@ class Cosine(Distance):
 
     differs: ClassVar[bool] = False
 
-    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+    def each(self, p: Tensor, o: Tensor, slope: bool, of: int = 1) -> tuple[Tensor, Tensor | None]:
         flat, fixed = p.flatten(1), o.flatten()
         tiny = torch.finfo(p.dtype).tiny
         norm = torch.linalg.vector_norm(flat, dim=1).clamp_min(tiny)
@@ -134,11 +139,11 @@ class Normalized(Distance):
     inner: Distance
     differs: ClassVar[bool] = False
 
-    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+    def each(self, p: Tensor, o: Tensor, slope: bool, of: int = 1) -> tuple[Tensor, Tensor | None]:
         norm = torch.linalg.vector_norm(p.flatten(1), dim=1).clamp_min(torch.finfo(p.dtype).tiny)
-        norm = norm.view(-1, *[1] * (p.dim() - 1))
+        norm = norm.view(-1, *[1] * (p.dim() - 1)) * math.sqrt(of)
         unit = p / norm
-        value, outer = self.inner.each(unit - o if self.inner.differs else unit.clone(), o, slope)
+        value, outer = self.inner.each(unit - o if self.inner.differs else unit.clone(), o, slope, of)
         if outer is None:
             return value, None
         along = (outer * unit).flatten(1).sum(1).view_as(norm)
@@ -161,9 +166,9 @@ class OnSupport(Distance):
     inner: Distance
     differs: ClassVar[bool] = False
 
-    def each(self, p: Tensor, o: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
+    def each(self, p: Tensor, o: Tensor, slope: bool, of: int = 1) -> tuple[Tensor, Tensor | None]:
         sent = o != 0
-        value, outer = self.inner.each((p - o) * sent if self.inner.differs else p * sent, o, slope)
+        value, outer = self.inner.each((p - o) * sent if self.inner.differs else p * sent, o, slope, of)
         return value, None if outer is None else outer * sent
 
     def share(self, count: int) -> float:
@@ -172,11 +177,21 @@ class OnSupport(Distance):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a view's gradient is found: its tap, which columns of what was written, and the observed values."""
+    """Where a view's gradient is found.
+
+    Args:
+        parameter: whose tap.
+        rows: which columns of what was written.
+        observed: [out, in] or the tensor's own shape.
+        offset: what a predicted gradient gets added before it is measured.
+        matrix: whether it is made of outer products.
+    """
 
     parameter: str
     rows: tuple[int, int] | None
     observed: Tensor
+    offset: Tensor | None
+    matrix: bool
 
 
 class Objective:
@@ -204,11 +219,14 @@ class Objective:
         self._observed = {name: gradients[name] for name in self._views}
         self.watched = tuple(dict.fromkeys(v.parameter for v in self._views.values()))
         taps = self._probe()
-        self._places = {
-            name: _Place(view.parameter, view.rows, _oriented(view, taps[view.parameter][0], self._observed[name]))
-            for name, view in self._views.items()
-            if view.parameter in taps
-        }
+        self._places = {}
+        for name, view in self._views.items():
+            if view.parameter in taps:
+                how = taps[view.parameter][0].how
+                seen_here = _oriented(view, how, self._observed[name])
+                offset = -seen_here if distance.differs else None
+                matrix = how in ("matrix", "transposed")
+                self._places[name] = _Place(view.parameter, view.rows, seen_here, offset, matrix)
         self.left_out = tuple(n for n in seen.views if n not in self._places)
         if not self._places:
             raise NotSupportedError("matching has nothing to match: only word-embedding rows were shared")
@@ -219,7 +237,13 @@ class Objective:
         return len(self._places)
 
     def __call__(
-        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None, base: Base | None = None
+        self,
+        embeddings: Tensor,
+        mask: Tensor,
+        labels: Tensor,
+        masks: Masks | None = None,
+        base: Base | None = None,
+        thin: int = 1,
     ) -> Tensor:
         """Return the distance of each candidate, [N]; differentiable by all that has a gradient.
 
@@ -229,8 +253,11 @@ class Objective:
             labels: [N, B, ...] labels or distributions, as `TextModel.loss` takes them.
             masks: dropout masks in force; None is without dropout.
             base: what the sentences not given here add to the update; None when all are given.
+            thin: estimate from every so many-th output of each matrix; only without a graph.
         """
         learning = torch.is_grad_enabled()
+        if learning and thin > 1:
+            raise ValueError("an estimate has no slope: use thin under torch.no_grad")
         with torch.enable_grad():
             traced = self._trace(embeddings, mask, labels, masks)
             total = self._weighted(traced.losses, embeddings, mask, base)
@@ -239,8 +266,12 @@ class Objective:
         for name, place in self._places.items():
             how, slope, read = factors[place.parameter]
             slope = slope if place.rows is None else slope[..., place.rows[0] : place.rows[1]]
-            added = None if base is None else base.tensors[name]
-            found = found + _term(slope, read, how, len(embeddings), place.observed, added, self.distance)
+            offset, observed = place.offset if base is None else base.offsets[name], place.observed
+            every = thin if place.matrix else 1
+            if every > 1:
+                slope, observed = slope[..., ::every], observed[::every]
+                offset = None if offset is None else offset[::every]
+            found = found + _term(slope, read, how, len(embeddings), observed, offset, self.distance, every)
         return found * self.distance.share(len(self._places))
 
     @torch.no_grad()
@@ -254,6 +285,14 @@ class Objective:
             masks: their dropout masks.
             size: sentences (classification) or predicted tokens (causal-lm) of the whole batch.
         """
+        sums = self._sums(embeddings, mask, labels, masks, size)
+        own = {name: place.offset for name, place in self._places.items()}
+        offsets = {name: g if (o := own[name]) is None else g + o for name, g in sums.items()}
+        return Base(offsets, size)
+
+    def _sums(
+        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, size: int
+    ) -> dict[str, Tensor]:
         whole = Base({}, size)
         with torch.enable_grad():
             traced = self._trace(embeddings[None], mask, labels[None], masks)
@@ -263,7 +302,7 @@ class Objective:
             how, slope, read = factors[place.parameter]
             slope = slope if place.rows is None else slope[..., place.rows[0] : place.rows[1]]
             found[name] = _gradient(how, _by_candidate(slope, 1), read, 1, place.observed)[0]
-        return Base(found, size)
+        return found
 
     @staticmethod
     def _factors(traced: Traced, total: Tensor, learning: bool) -> dict[str, tuple[str, Tensor, Tensor]]:
@@ -276,7 +315,8 @@ class Objective:
             # a use that the loss does not reach adds nothing (BERT runs its pooler twice)
             reached = [(t, s) for t, s in mine if s is not None] or [(taps[-1], torch.zeros_like(taps[-1].written))]
             read = torch.cat([t.read for t, _ in reached], 1) if len(reached) > 1 else reached[0][0].read
-            slope = torch.cat([s.reshape(len(s), -1, s.shape[-1]) for _, s in reached], 1)
+            parts = [s.reshape(len(s), -1, s.shape[-1]) for _, s in reached]
+            slope = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
             out[name] = (taps[0].how, slope, read if learning else read.detach())
         return out
 
@@ -284,7 +324,7 @@ class Objective:
         """Return the whole predicted update of each candidate, one [N, ...] tensor a matched view; for small models."""
         tokens = int(mask[..., 1:].sum()) if self._causal else mask.shape[-2]
         each = [
-            self.base(e, mask if mask.dim() == 2 else mask[n], labels[n], masks, tokens).tensors
+            self._sums(e, mask if mask.dim() == 2 else mask[n], labels[n], masks, tokens)
             for n, e in enumerate(embeddings)
         ]
         return [torch.stack([one[name] for one in each]) for name in self._places]
@@ -334,18 +374,18 @@ class Base:
     """What other sentences add to a batch's update.
 
     Args:
-        tensors: by view.
+        offsets: by view, the observed values taken off where the distance is one of differences.
         size: sentences, or predicted tokens, of the whole batch.
     """
 
-    tensors: dict[str, Tensor]
+    offsets: dict[str, Tensor]
     size: int
 
 
-def _oriented(view: View, tap: Tap, observed: Tensor) -> Tensor:
+def _oriented(view: View, how: str, observed: Tensor) -> Tensor:
     """Return an observed tensor as [out, in], the orientation that factors are multiplied in."""
     whole = view.name == view.parameter
-    return observed.T.contiguous() if tap.how == "transposed" and whole else observed.contiguous()
+    return observed.T.contiguous() if how == "transposed" and whole else observed.contiguous()
 
 
 def _by_candidate(rows: Tensor, count: int) -> Tensor:
@@ -375,11 +415,27 @@ def _gradient(how: str, slope: Tensor, read: Tensor, count: int, like: Tensor) -
 
 
 def _term(
-    slope: Tensor, read: Tensor, how: str, count: int, observed: Tensor, base: Tensor | None, distance: Distance
+    slope: Tensor,
+    read: Tensor,
+    how: str,
+    count: int,
+    observed: Tensor,
+    offset: Tensor | None,
+    distance: Distance,
+    of: int,
 ) -> Tensor:
     """Return one tensor's distance for each candidate; see `_Term`."""
-    value: Tensor = _Term.apply(slope, read, how, count, observed, base, distance)  # type: ignore[no-untyped-call]
+    value: Tensor = _Term.apply(slope, read, how, count, observed, offset, distance, of)  # type: ignore[no-untyped-call]
     return value
+
+
+def _weighted(back: Tensor, outer: Tensor) -> Tensor:
+    """Return [N ...] slopes times the slope [N] of their candidate."""
+    return (back.reshape(len(outer), -1) * outer[:, None]).view(back.shape)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class _Term(torch.autograd.Function):
@@ -396,14 +452,12 @@ class _Term(torch.autograd.Function):
         how: str,
         count: int,
         observed: Tensor,
-        base: Tensor | None,
+        offset: Tensor | None,
         distance: Distance,
+        of: int,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         rows = _by_candidate(slope, count)
-        offset = None if base is None else base
-        if distance.differs:
-            offset = -observed if base is None else base - observed
         values, back_slope, back_read = [], [], []
         chunk = max(1, _CHUNK // max(1, observed.numel()))
         for at in range(0, count, chunk):
@@ -415,7 +469,7 @@ class _Term(torch.autograd.Function):
             else:
                 p = _gradient(how, here, part, len(here), observed)
                 p = p if offset is None else p + offset
-            value, s = distance.each(p, observed, wanted)
+            value, s = distance.each(p, observed, wanted, of)
             values.append(value)
             if s is None:
                 continue
@@ -431,20 +485,20 @@ class _Term(torch.autograd.Function):
                 index = part.reshape(len(here), -1, 1).expand(-1, -1, here.shape[-1])
                 back_slope.append(s.gather(1, index))
         if wanted:
-            ctx.back_slope = torch.cat(back_slope).view_as(slope)
-            ctx.back_read = torch.cat(back_read).view_as(read) if back_read else None
+            ctx.back_slope = _joined(back_slope).view_as(slope)
+            ctx.back_read = _joined(back_read).view_as(read) if back_read else None
             ctx.count = count
-        return torch.cat(values)
+        return _joined(values)
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         def scaled(back: Tensor | None, needed: bool) -> Tensor | None:
             if back is None or not needed:
                 return None
-            return (back.view(ctx.count, -1) * outer[:, None]).view_as(back)
+            return back if ctx.count == 1 and float(outer[0]) == 1.0 else _weighted(back, outer)
 
         needed = ctx.needs_input_grad
-        return scaled(ctx.back_slope, needed[0]), scaled(ctx.back_read, needed[1]), None, None, None, None, None
+        return scaled(ctx.back_slope, needed[0]), scaled(ctx.back_read, needed[1]), *[None] * 6
 
 
 def as_gradient(seen: Observation) -> dict[str, Tensor]:
