@@ -54,6 +54,29 @@ class TopK(UpdateDefense):
 
 @register
 @dataclass(frozen=True)
+class RandomPruning(UpdateDefense):
+    """Send zeros for a random share of each tensor's coordinates: the pruning that Grab's release evaluates.
+
+    Raises:
+        BadInputError: a share that is not between 0 and 1.
+    """
+
+    name: ClassVar[str] = "random-pruning"
+    rate: float = hyper(0.9, "share of the coordinates that is not sent", source="Grab, section 5.5")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < 1:
+            raise BadInputError(f"defense 'random-pruning': rate must be at least 0 and below 1, got {self.rate}")
+
+    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        return {
+            name: value * (torch.rand(value.shape, generator=rng) >= self.rate).to(value)
+            for name, value in tensors.items()
+        }
+
+
+@register
+@dataclass(frozen=True)
 class Quantize(UpdateDefense):
     """Send each tensor in fewer bits: rounded to bfloat16, or to integers of its own largest magnitude.
 

@@ -43,3 +43,30 @@ class Gaussian(UpdateDefense):
 
     def _scale(self, value: Tensor) -> float:
         return self.sigma * (float(value.square().mean().sqrt()) if self.relative else 1.0)
+
+
+@register
+@dataclass(frozen=True)
+class NormalizedGaussian(UpdateDefense):
+    """Scale each tensor to unit norm, then add N(0, sigma^2): the noise that Grab's release evaluates.
+
+    The paper calls it DP-SGD. It is *not*: nothing bounds one sentence's part, and the norm itself depends on the data.
+
+    Raises:
+        BadInputError: a sigma that is not positive and finite.
+    """
+
+    name: ClassVar[str] = "normalized-gaussian"
+    sigma: float = hyper(0.01, "standard deviation of the noise on unit-norm tensors", source="Grab, section 5.4")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.sigma < math.inf:
+            raise BadInputError(f"defense 'normalized-gaussian': sigma must be above 0 and finite, got {self.sigma}")
+
+    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        out = {}
+        for name, value in tensors.items():
+            unit = value / value.norm().clamp_min(torch.finfo(value.dtype).tiny)
+            noise = torch.randn(value.shape, generator=rng, dtype=value.dtype).to(value.device)
+            out[name] = unit + self.sigma * noise
+        return out

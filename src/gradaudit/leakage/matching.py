@@ -431,7 +431,7 @@ def _term(
 
 def _weighted(back: Tensor, outer: Tensor) -> Tensor:
     """Return [N ...] slopes times the slope [N] of their candidate."""
-    return (back.reshape(len(outer), -1) * outer[:, None]).view(back.shape)
+    return (back.reshape(len(outer), -1) * outer[:, None]).reshape(back.shape)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -485,8 +485,8 @@ class _Term(torch.autograd.Function):
                 index = part.reshape(len(here), -1, 1).expand(-1, -1, here.shape[-1])
                 back_slope.append(s.gather(1, index))
         if wanted:
-            ctx.back_slope = _joined(back_slope).view_as(slope)
-            ctx.back_read = _joined(back_read).view_as(read) if back_read else None
+            ctx.back_slope = _joined(back_slope).reshape(slope.shape)
+            ctx.back_read = _joined(back_read).reshape(read.shape) if back_read else None
             ctx.count = count
         return _joined(values)
 

@@ -1,0 +1,201 @@
+"""LAMP: cosine matching with discrete edits between the steps, and a language model's opinion where one is at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradaudit.attacks.base import Attack
+from gradaudit.errors import BadInputError
+from gradaudit.leakage.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.descent import Descent, Point, Schedule, better
+from gradaudit.leakage.guess import first_labels, frame_of, gaussian
+from gradaudit.leakage.matching import Cosine, Distance, Objective, SquaredL2, nearest_tokens
+from gradaudit.models.base import ModelSpec, TextModel
+from gradaudit.models.zoo import load_model
+from gradaudit.progress import step
+from gradaudit.registry import hyper, register
+from gradaudit.types import Observation, Reconstruction
+
+_NORM = 1.4
+"""Norm of a start's word vectors, and of the mean that the regularizer asks for (LAMP, appendix A)."""
+_DISTANCES = {"cos": (1.0, 0.2), "l2+l1": (25.0, 60.0)}
+"""Weights of the regularizer and of the language model, by distance (LAMP, section 5)."""
+
+
+@register
+@dataclass(frozen=True)
+class Lamp(Attack):
+    """Match the update by cosine (or L2 + L1) and try edits of the word order between the steps.
+
+    The language model that judges edits in the paper (a GPT-2 of theirs) is not to be had: `prior` takes any causal
+    model, which reads the guess as text, and by default there is none. Differences of ours: edits are ranked on a share
+    of each matrix first (`screen`).
+
+    Raises:
+        BadInputError: a setting that makes no sense.
+    """
+
+    name: ClassVar[str] = "lamp"
+    source: ClassVar[str] = "LAMP (Balunovic et al., NeurIPS 2022), sections 4 and 5, appendix A"
+    needs: ClassVar[tuple[str, ...]] = ("batch_size",)
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    distance: str = hyper("cos", "'cos' or 'l2+l1'", source="section 5")
+    starts: int = hyper(500, "Gaussian starts, of which the best is taken", source="appendix A")
+    permutations: int = hyper(500, "orders of it tried", source="appendix A")
+    steps: int = hyper(2000, "Adam steps", source="section 5; 5000 for large models")
+    learning_rate: float = hyper(0.01, "Adam's learning rate", source="section 5")
+    decay: float = hyper(0.89, "factor on the learning rate every 50 steps", source="section 5")
+    edits: int = hyper(200, "edits tried a sentence each time", source="section 5")
+    every: int = hyper(75, "steps between edits; 200 for large models", source="section 5")
+    large: bool = hyper(False, "AdamW, linear decay over twice the steps and clipping at 0.5", source="appendix A")
+    prior: str = hyper("", "causal language model that judges edits; empty for none", source="section 4.2")
+    prior_weight: float = hyper(-1.0, "its weight; below 0 takes the paper's (0.2 for cos, 60 for l2+l1)")
+    screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
+    candidates: int = hyper(0, "candidates computed together; 0 takes what fits", source="ours")
+    assumed_length: int = hyper(16, "sentence length when nothing tells it", unit="tokens", source="ours")
+
+    def __post_init__(self) -> None:
+        if self.distance not in _DISTANCES:
+            raise BadInputError(f"attack 'lamp': distance must be 'cos' or 'l2+l1', got '{self.distance}'")
+        for name in ("starts", "every", "screen", "assumed_length"):
+            if getattr(self, name) < 1:
+                raise BadInputError(f"attack 'lamp': {name} must be at least 1, got {getattr(self, name)}")
+        for name in ("steps", "permutations", "edits", "candidates"):
+            if getattr(self, name) < 0:
+                raise BadInputError(f"attack 'lamp': {name} must be at least 0, got {getattr(self, name)}")
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        measured: Distance = Cosine() if self.distance == "cos" else SquaredL2(0.01)
+        objective = Objective(seen, measured)
+        frame = frame_of(seen, self.assumed_length)
+        labels = first_labels(seen, frame)
+        table, still = seen.model.word_vectors(), frame.fixed | ~frame.mask
+        of = Candidates(objective, frame, labels.values, None, self.screen, self.candidates)
+        prior = load_model(ModelSpec(self.prior, "causal-lm"), table.device) if self.prior else None
+        start = self._start(of, table, still, rng)
+        learned = "softmax" if labels.learned else None
+        first = torch.randn(labels.values.shape, generator=rng).to(table) if labels.learned else labels.values
+        schedule = Schedule(
+            self.steps,
+            self.learning_rate,
+            decay=1.0 if self.large else self.decay,
+            linear_to=2 * self.steps if self.large else 0,
+            weight_decay=0.01 if self.large else 0.0,
+            clip=0.5 if self.large else 0.0,
+        )
+        descent = Descent(start, still, first[None], learned, schedule)
+        weight = _DISTANCES[self.distance][0]
+
+        def loss(vectors: Tensor, targets: Tensor) -> Tensor:
+            away = vectors.norm(dim=-1).mean((-1, -2)) - _NORM
+            total: Tensor = objective(vectors, frame.mask, targets) + weight * away.square()
+            return total
+
+        best: Point | None = None
+        for done in range(self.steps):
+            best = better(best, descent.step(loss))
+            step("lamp: matching", done + 1, self.steps)
+            if self.edits and done >= self.steps // 10 and (done + 1) % self.every == 0:
+                of.labels = descent.labels[0].detach()
+                descent.put(self._edited(of, descent.vectors[0], still, table, prior, seen.model, rng)[None])
+        with torch.no_grad():
+            end = loss(descent.vectors, descent.labels)
+        best = better(best, Point(descent.vectors, descent.labels.detach(), end, 1))
+        ids = nearest_tokens(best.embeddings[0], table, sorted(seen.model.special.ids))
+        ids = torch.where(still, frame.ids, ids)
+        final = best.labels[0]
+        classes = tuple((final.argmax(-1) if final.dim() > 1 else final).tolist())
+        details: dict[str, Any] = {
+            "distance": float(best.loss[0]),
+            "gradient_evaluations": 3 * (self.steps + 1) + of.evaluations,
+            "matched_tensors": objective.tensors,
+            "labels": labels.how,
+        }
+        return Reconstruction(frame.sequences(ids), classes, details=details)
+
+    def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
+        edits = self.edits * batch_size * (self.steps // self.every)
+        return 3 * self.steps + edits + self.starts + self.permutations
+
+    def _start(self, of: Candidates, table: Tensor, still: Tensor, rng: torch.Generator) -> Tensor:
+        drawn = gaussian(of.frame, table, _NORM, self.starts, rng)
+        chosen = drawn[int(of.best(drawn, 1)[0][0])]
+        if self.permutations:
+            some = torch.cat([chosen[None], reordered(chosen, permutations(still, self.permutations, rng))])
+            chosen = some[int(of.best(some, 1)[0][0])]
+        return chosen[None]
+
+    def _edited(
+        self,
+        of: Candidates,
+        vectors: Tensor,
+        still: Tensor,
+        table: Tensor,
+        prior: TextModel | None,
+        model: TextModel,
+        rng: torch.Generator,
+    ) -> Tensor:
+        """Return the word vectors after the best edit of each sentence, if one is better than none."""
+        for row in range(len(vectors)):
+            free = torch.where(~still[row])[0].tolist()
+            if len(free) < 2:
+                continue
+            orders = torch.arange(vectors.shape[1]).expand(self.edits + 1, *vectors.shape[:2]).clone()
+            for n in range(1, self.edits + 1):
+                orders[n, row, free] = torch.tensor(edit(free, rng))
+            some = reordered(vectors, orders.to(vectors.device))
+            if prior is None:
+                kept, values = of.best(some, 1)
+                unchanged = of.measure(some[:1])[0]
+                vectors = some[int(kept[0])] if float(values[0]) < float(unchanged) else vectors
+                continue
+            weight = self.prior_weight if self.prior_weight >= 0 else _DISTANCES[self.distance][1]
+            ids = nearest_tokens(some[:, row], table, sorted(model.special.ids))
+            opinions = [surprise(prior, model.decode(one[of.frame.mask[row]].tolist())) for one in ids]
+            scores = of.measure(some) + weight * torch.tensor(opinions).to(some)
+            vectors = some[int(scores.argmin())]
+        return vectors
+
+
+def edit(free: list[int], rng: torch.Generator) -> list[int]:
+    """Return the slots in another order: two exchanged, one moved, a stretch moved, or the end put first.
+
+    Args:
+        free: slots in their order; at least two.
+        rng: draws kind and places.
+
+    Source: LAMP, section 4.3.
+    """
+
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (1,), generator=rng))
+
+    slots, kind = list(free), draw(4)
+    if kind == 0:
+        a, b = draw(len(slots)), draw(len(slots))
+        slots[a], slots[b] = slots[b], slots[a]
+    elif kind == 1:
+        slots.insert(draw(len(slots)), slots.pop(draw(len(slots))))
+    elif kind == 2:
+        a, b = sorted((draw(len(slots)), draw(len(slots))))
+        part, rest = slots[a : b + 1], slots[:a] + slots[b + 1 :]
+        at = draw(len(rest) + 1)
+        slots = rest[:at] + part + rest[at:]
+    else:
+        at = draw(len(slots))
+        slots = slots[at:] + slots[:at]
+    return slots
+
+
+@torch.no_grad()
+def surprise(prior: TextModel, text: str) -> float:
+    """Return a language model's mean negative log-likelihood of a text's tokens; 0 for a text of one token."""
+    ids = prior.encode(text)[0]
+    if len(ids) < 2:
+        return 0.0
+    row = torch.tensor([ids], device=prior.word_vectors().device)
+    return float(prior.loss(ids=row, mask=torch.ones_like(row), labels=row))

@@ -1,0 +1,156 @@
+"""Discrete search: tokens of a batch exchanged one slot after the other, the best few guesses kept.
+
+Source: Grab (Feng et al., 2024), section 4.3. The published code measures the whole batch's gradient for each
+candidate; a batch's gradient is a sum over its sentences, so here only the changed sentence is computed anew, many at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.candidates import Candidates
+from gradaudit.leakage.matching import Base
+from gradaudit.progress import step
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One guess.
+
+    Args:
+        ids: [B, T] token ids.
+        loss: its distance.
+    """
+
+    ids: Tensor
+    loss: float
+
+    def key(self) -> bytes:
+        """What tells two guesses apart."""
+        return self.ids.cpu().numpy().tobytes()
+
+
+class BeamSearch:
+    """Beam search over the tokens of a batch.
+
+    Args:
+        candidates: measures guesses.
+        table: [V, d] word vectors.
+        pad: id that ends a sentence where it stands in a free slot.
+        anew: compute only the changed sentence of a candidate; False computes the whole batch (to compare speeds).
+    """
+
+    def __init__(self, candidates: Candidates, table: Tensor, pad: int, anew: bool = True) -> None:
+        self._of, self._table, self._pad, self._anew = candidates, table, pad, anew
+        self._known: dict[bytes, float] = {}
+
+    def run(self, starts: Sequence[Tensor], pools: Sequence[Sequence[int]], passes: int, width: int) -> Beam:
+        """Return the best guess that changes of single tokens lead to.
+
+        Args:
+            starts: [B, T] token ids, of which the best `width` are the first beam.
+            pools: tokens to try, for each sentence.
+            passes: over all slots at most; a pass that changes no guess ends the search: the next would not
+                either.
+            width: guesses kept.
+        """
+        frame = self._of.frame
+        first = {Beam(s, 0.0).key(): s for s in starts}
+        beams = [Beam(s, v) for s, v in zip(first.values(), self._whole(list(first.values())), strict=True)]
+        beams = sorted(beams, key=lambda b: b.loss)[:width]
+        free = frame.mask & ~frame.fixed
+        rounds = int(free.sum()) * passes
+        done = 0
+        for _ in range(passes):
+            before = [b.key() for b in beams]
+            for row in range(len(free)):
+                bases = self._bases(beams, row)
+                for slot in torch.where(free[row])[0].tolist():
+                    beams = self._slot(beams, bases, row, slot, pools[row], width)
+                    done += 1
+                    step("grab: beam search", done, rounds)
+            if [b.key() for b in beams] == before:
+                break
+        return beams[0]
+
+    def _slot(
+        self,
+        beams: list[Beam],
+        bases: dict[bytes, Base] | None,
+        row: int,
+        slot: int,
+        pool: Sequence[int],
+        width: int,
+    ) -> list[Beam]:
+        """Return the best guesses after one slot was tried with every token of the pool."""
+        every: dict[bytes, Beam] = {b.key(): b for b in beams}
+        new: dict[bytes, Tensor] = {}
+        for beam in beams:
+            for token in pool:
+                if token == int(beam.ids[row, slot]):
+                    continue
+                ids = beam.ids.clone()
+                ids[row, slot] = token
+                key = Beam(ids, 0.0).key()
+                if key in self._known:
+                    every[key] = Beam(ids, self._known[key])
+                elif key not in every:
+                    new[key] = ids
+        screen = self._of.screen
+        if screen > 1 and len(new) > 2 * width:
+            estimates = self._measured(list(new.values()), bases, row, screen)
+            keep = sorted(range(len(new)), key=lambda n: estimates[n])[: 2 * width]
+            listed = list(new.items())
+            new = dict(listed[n] for n in keep)
+        for (key, ids), value in zip(new.items(), self._measured(list(new.values()), bases, row, 1), strict=True):
+            self._known[key] = value
+            every[key] = Beam(ids, value)
+        return sorted(every.values(), key=lambda b: b.loss)[:width]
+
+    def _measured(self, ids: list[Tensor], bases: dict[bytes, Base] | None, row: int, thin: int) -> list[float]:
+        """Return distances; only the sentence `row` is computed where the others' part is at hand."""
+        if not ids:
+            return []
+        if bases is None:
+            return self._whole(ids, thin)
+        values = [0.0] * len(ids)
+        groups: dict[bytes, list[int]] = {}
+        for n, one in enumerate(ids):
+            groups.setdefault(_others(one, row), []).append(n)
+        for others, members in groups.items():
+            some = torch.stack([ids[n] for n in members])
+            mask = self._of.lengths_of(some, self._pad)[:, row : row + 1]
+            vectors = self._table[some[:, row : row + 1]]
+            found = self._of.measure(vectors, thin, mask, row, bases[others])
+            for n, value in zip(members, found.tolist(), strict=True):
+                values[n] = value
+        return values
+
+    def _whole(self, ids: list[Tensor], thin: int = 1) -> list[float]:
+        every = torch.stack(ids)
+        return self._of.measure(self._table[every], thin, self._of.lengths_of(every, self._pad)).tolist()
+
+    def _bases(self, beams: list[Beam], row: int) -> dict[bytes, Base] | None:
+        """Return what the sentences other than `row` add in each guess; None where all is computed anew."""
+        size = len(self._of.frame.ids)
+        if size == 1 or not self._anew or self._of.objective.model.spec.task != "classification":
+            return None
+        rest = torch.tensor([r for r in range(size) if r != row], device=self._table.device)
+        masks = None if self._of.masks is None else self._of.masks.only(rest)
+        found: dict[bytes, Base] = {}
+        for beam in beams:
+            others = _others(beam.ids, row)
+            if others not in found:
+                mask = self._of.lengths_of(beam.ids, self._pad)[rest]
+                vectors, labels = self._table[beam.ids[rest]], self._of.labels[rest]
+                found[others] = self._of.objective.base(vectors, mask, labels, masks, size)
+        return found
+
+
+def _others(ids: Tensor, row: int) -> bytes:
+    return torch.cat([ids[:row], ids[row + 1 :]]).cpu().numpy().tobytes()

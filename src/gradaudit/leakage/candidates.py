@@ -1,0 +1,121 @@
+"""Many guesses measured together: estimated on a share of each matrix first, the best of them in full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.layout import Layout
+from gradaudit.leakage.masks import Masks
+from gradaudit.leakage.matching import Base, Objective
+
+_ROWS = 1536
+"""Token rows that go through the model together on a CPU: more gains nothing there."""
+_BYTES_A_ROW = 1 << 20
+"""Memory a token row takes on the way forth and back, generously, for a model of a few hundred wide; scaled by size."""
+
+
+@dataclass
+class Candidates:
+    """What guesses of a batch are measured against; counts what that costs.
+
+    Args:
+        objective: the distance to the update.
+        frame: slots of the batch.
+        labels: [B, ...] labels or distributions in force.
+        masks: dropout masks in force; None for none.
+        screen: rank on every so many-th row of each matrix first; 1 measures everything in full.
+        together: guesses that go through the model together; 0 chooses by what is free.
+    """
+
+    objective: Objective
+    frame: Layout
+    labels: Tensor
+    masks: Masks | None = None
+    screen: int = 8
+    together: int = 0
+    evaluations: int = field(default=0, init=False)
+
+    @torch.no_grad()
+    def measure(
+        self,
+        vectors: Tensor,
+        thin: int = 1,
+        mask: Tensor | None = None,
+        row: int | None = None,
+        base: Base | None = None,
+    ) -> Tensor:
+        """Return the distance of each guess, [N].
+
+        Args:
+            vectors: [N, B, T, d], or [N, 1, T, d] with `row` and `base`.
+            thin: estimate from every so many-th row.
+            mask: [N, B, T] where guesses differ in length; the frame's when None.
+            row: the one sentence that the guesses are about; None for the whole batch.
+            base: what the others add, with `row`.
+        """
+        pick = slice(None) if row is None else torch.tensor([row], device=vectors.device)
+        labels, masks = self.labels[pick], self.masks
+        if masks is not None and row is not None:
+            masks = masks.only(torch.tensor([row], device=vectors.device))
+        size = self.together or self._fitting(vectors)
+        found = []
+        for at in range(0, len(vectors), size):
+            part = vectors[at : at + size]
+            shown = self.frame.mask[pick] if mask is None else mask[at : at + size]
+            targets = labels.expand(len(part), *labels.shape)
+            found.append(self.objective(part, shown, targets, masks, base, thin))
+        self.evaluations += len(vectors)
+        return torch.cat(found)
+
+    def best(self, vectors: Tensor, keep: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the indices and distances of the best guesses, best first.
+
+        Args:
+            vectors: [N, B, T, d].
+            keep: how many.
+            mask: as `measure` has it.
+        """
+        chosen = torch.arange(len(vectors), device=vectors.device)
+        if self.screen > 1 and len(vectors) > 4 * keep:
+            chosen = self.measure(vectors, self.screen, mask).argsort(stable=True)[: 4 * keep]
+        values = self.measure(vectors[chosen], 1, None if mask is None else mask[chosen])
+        order = values.argsort(stable=True)[:keep]
+        return chosen[order], values[order]
+
+    def lengths_of(self, ids: Tensor, pad: int) -> Tensor:
+        """Return the mask of token guesses [..., B, T] in which padding ends a sentence."""
+        return self.frame.mask & ((ids == pad) & ~self.frame.fixed).cumsum(-1).eq(0)
+
+    def _fitting(self, vectors: Tensor) -> int:
+        rows = vectors.shape[1] * vectors.shape[2]
+        most = _ROWS
+        if vectors.is_cuda:
+            free, _ = torch.cuda.mem_get_info(vectors.device)
+            most = max(_ROWS, int(free * 0.5 / (_BYTES_A_ROW * vectors.shape[-1] / 512)))
+        return max(1, most // rows)
+
+
+def permutations(still: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """Return random orders of each sentence's free slots, [count, B, T] indices of positions.
+
+    Args:
+        still: [B, T] bool, slots that stay.
+        count: how many.
+        rng: draws them.
+    """
+    size, length = still.shape
+    order = torch.arange(length).expand(count, size, length).clone()
+    for row in range(size):
+        free = torch.where(~still[row].cpu())[0]
+        draws = torch.rand(count, len(free), generator=rng).argsort(1)
+        order[:, row, free] = free[draws]
+    return order.to(still.device)
+
+
+def reordered(values: Tensor, order: Tensor) -> Tensor:
+    """Return [B, T, ...] values in each of the [N, B, T] orders."""
+    rows = torch.arange(values.shape[0], device=values.device)[None, :, None]
+    return values[rows, order]
