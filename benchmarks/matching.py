@@ -1,0 +1,218 @@
+"""Grab, LAMP, TAG and DLG at one stated budget: a table a group, paired differences between neighbors.
+
+    OMP_NUM_THREADS=1 python benchmarks/matching.py order
+
+Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
+unknown (labels and lengths). All cells of a group spend about as many gradient evaluations (a step with double backward
+counts three); paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each attack.
+Records go to out/benchmarks. Failures count 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from exact_decoding import DATA, OFF, PRACTICAL, commit
+
+from gradaudit.audit import pick_device, prepare, run
+from gradaudit.case import parse_case
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.record import Record
+
+# the published decay of the learning rate, as far down, in fewer steps
+GRAB: dict[str, Any] = {
+    "name": "grab", "rounds": 2, "steps": 250, "decay": 0.89**8, "starts": 150, "permutations": 100,
+}  # fmt: skip
+LAMP: dict[str, Any] = {
+    "name": "lamp", "steps": 700, "decay": 0.89 ** (20 / 7), "starts": 150, "permutations": 100, "edits": 25,
+}  # fmt: skip
+TAG: dict[str, Any] = {"name": "tag", "steps": 830}
+DLG: dict[str, Any] = {"name": "dlg", "steps": 830}
+NO_MASKS = {"learn_masks": False}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row.
+
+    Args:
+        title: what the table calls it.
+        attack: the [attack] table.
+        size: batch size.
+        batches: how many.
+        client: the [client] table.
+        published: ROUGE-L in the paper (BERT-base, full budget), if any.
+        defense: [[defense]] tables.
+        knowledge: the [knowledge] table.
+    """
+
+    title: str
+    attack: dict[str, Any]
+    size: int = 1
+    batches: int = 16
+    client: dict[str, Any] = field(default_factory=lambda: dict(PRACTICAL))
+    published: str = ""
+    defense: tuple[dict[str, Any], ...] = ()
+    knowledge: dict[str, bool] = field(default_factory=lambda: {"labels": True, "lengths": True})
+
+    def case(self, batches: int) -> dict[str, Any]:
+        """The case file's content, of the first so many batches."""
+        return {
+            "name": self.title,
+            "model": "minilm",
+            "data": DATA["cola"] | {"shuffle_seed": 101, "batch_size": self.size, "batches": batches},
+            "client": self.client,
+            "knowledge": self.knowledge,
+            "defense": list(self.defense),
+            "attack": self.attack,
+            "metrics": {"diagnose": False},
+        }
+
+
+def _five(size: int, batches: int, client: dict[str, Any], values: dict[str, str]) -> list[Cell]:
+    rows = [("grab, masks learned", GRAB), ("grab, no masks", GRAB | NO_MASKS), ("lamp cos", LAMP), ("tag", TAG)]
+    rows += [("dlg", DLG)] if size == 1 else []
+    return [Cell(title, a, size, batches, client, values.get(title, "")) for title, a in rows]
+
+
+def order() -> list[Cell]:
+    """Practical setting, B = 1: the ordering that Grab's Table 3 prints."""
+    values = {
+        "grab, masks learned": "78.2", "grab, no masks": "67.3", "lamp cos": "60.1", "tag": "33.4", "dlg": "20.0"
+    }  # fmt: skip
+    return _five(1, 16, PRACTICAL, values)
+
+
+def order2() -> list[Cell]:
+    """Practical setting, B = 2."""
+    return _five(2, 8, PRACTICAL, {"grab, masks learned": "69.0"})[:3]
+
+
+def benchmark() -> list[Cell]:
+    """Dropout off."""
+    return _five(1, 16, OFF, {"grab, no masks": "78.3"})[1:4]
+
+
+def dropout() -> list[Cell]:
+    """Rising dropout rates, masks learned and not."""
+    return [
+        Cell(f"dropout {p:g}, {'masks learned' if learn else 'no masks'}", GRAB | {"learn_masks": learn}, 1, 8,
+             PRACTICAL | {"dropout_rate": p})
+        for p in (0.1, 0.2, 0.3, 0.4) for learn in (True, False)
+    ]  # fmt: skip
+
+
+def pruning() -> list[Cell]:
+    """Grab's random pruning, matched on its support and not."""
+    values = {0.75: "78.8", 0.9: "80.8", 0.95: "78.0", 0.99: "75.4"}
+    return [
+        Cell(f"pruned {r:g}, counter {'on' if c else 'off'}", GRAB | {"counter": c}, 1, 8, PRACTICAL,
+             v if c else "", ({"name": "random-pruning", "rate": r},))
+        for r, v in values.items() for c in (True, False)
+    ]  # fmt: skip
+
+
+def noise() -> list[Cell]:
+    """Grab's noise on normalized tensors, the guess normalized and not."""
+    return [
+        Cell(f"noise {s:g}, counter {'on' if c else 'off'}", GRAB | {"counter": c}, 1, 8,
+             defense=({"name": "normalized-gaussian", "sigma": s},))
+        for s in (0.001, 0.005, 0.01, 0.05) for c in (True, False)
+    ]  # fmt: skip
+
+
+def unknown() -> list[Cell]:
+    """Labels and lengths known and not, B = 2 (Grab's Table 5)."""
+    values = {(True, True): "69.0", (False, True): "67.4", (True, False): "72.3", (False, False): "68.9"}
+    return [
+        Cell(f"labels {'known' if y else 'unknown'}, lengths {'known' if n else 'unknown'}", GRAB, 2, 8,
+             published=value, knowledge={"labels": y, "lengths": n})
+        for (y, n), value in values.items()
+    ]  # fmt: skip
+
+
+GROUPS = {
+    "order": order, "order2": order2, "benchmark": benchmark, "dropout": dropout, "pruning": pruning, "noise": noise,
+    "unknown": unknown,
+}  # fmt: skip
+
+
+def interval(values: list[float]) -> str:
+    """Return a mean with its 95% bootstrap interval."""
+    rng = torch.Generator().manual_seed(0)
+    drawn = torch.tensor(values)[torch.randint(len(values), (4000, len(values)), generator=rng)].mean(1)
+    low, high = (float(torch.quantile(drawn, q)) for q in (0.025, 0.975))
+    return f"{statistics.mean(values):.1f} [{low:.1f}, {high:.1f}]"
+
+
+def table(cells: list[Cell], records: list[list[Record]]) -> str:
+    """Return the group's table: means with intervals, and each row's paired difference to the next."""
+    done = min(map(len, records))
+    lines = [
+        "| attack | batches | ROUGE-1 | ROUGE-2 | ROUGE-L | minus the next row's, paired | blind R-L | evaluations "
+        "| median s | published R-L |\n" + "|---" * 10 + "|"
+    ]
+    for n, (cell, found) in enumerate(zip(cells, records, strict=True)):
+        some = found[:done]
+        score = {k: [r.scores[k] for r in some] for k in ("rouge1", "rouge2", "rougeL")}
+        after = [r.scores["rougeL"] for r in records[n + 1][:done]] if n + 1 < len(cells) else []
+        pairs = [a - b for a, b in zip(score["rougeL"], after, strict=False)]
+        spent = statistics.mean([float(r.details.get("gradient_evaluations", 0)) for r in some])
+        blind = statistics.mean([r.baseline["rougeL"] for r in some])
+        # a step of the harness attacks is counted once in their records, and three times here
+        spent *= 3 if cell.attack["name"] in ("tag", "dlg") else 1
+        lines.append(
+            f"| {cell.title} | {done} | {statistics.mean(score['rouge1']):.1f} | {statistics.mean(score['rouge2']):.1f} "
+            f"| {interval(score['rougeL'])} | {interval(pairs) if pairs else ''} | {blind:.1f} | {spent:.0f} "
+            f"| {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the groups, batch by batch, and write a table for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="+", choices=sorted(GROUPS))
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the records")
+    parser.add_argument("--write", type=Path, default=Path("benchmarks/results/matching"), help="tables' folder")
+    parser.add_argument("--batches", type=int, default=0, help="first so many batches only; 0 for all")
+    parser.add_argument("--device", default="auto")
+    given = parser.parse_args()
+    device = pick_device(given.device)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
+    code = commit()
+    model: TransformersModel | None = None
+    for group in given.groups:
+        cells = GROUPS[group]()
+        most = min(given.batches or cells[0].batches, cells[0].batches)
+        runs = []
+        for cell in cells:
+            ready = prepare(parse_case(cell.case(most)), Path.cwd(), device, model)
+            model = ready.model
+            name = cell.title.replace(" ", "-").replace(",", "")
+            runs.append(run(ready, given.out / f"matching-{group}-{name}-{most}"))
+        records: list[list[Record]] = [[] for _ in cells]
+        for batch in range(most):
+            for n, going in enumerate(runs):
+                records[n].append(next(going))
+                print(f"{group} {batch} {cells[n].title}: {records[n][-1].scores['rougeL']}", flush=True)
+            text = (
+                f"Made by `{command}` (commit {code}) on {device}, {torch.get_num_threads()} thread(s). MiniLM, CoLA, "
+                "our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
+                "(12 blocks, another draw). Intervals: 95%, bootstrap over batches.\n\n"
+            )
+            given.write.mkdir(parents=True, exist_ok=True)
+            (given.write / f"{group}.md").write_text(text + table(cells, records), encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
