@@ -169,10 +169,10 @@ def table(cells: list[Cell], records: list[list[Record]]) -> str:
         blind = statistics.mean([r.baseline["rougeL"] for r in some])
         # a step of the harness attacks is counted once in their records, and three times here
         spent *= 3 if cell.attack["name"] in ("tag", "dlg") else 1
+        means = " | ".join(f"{statistics.mean(score[k]):.1f}" for k in ("rouge1", "rouge2"))
         lines.append(
-            f"| {cell.title} | {done} | {statistics.mean(score['rouge1']):.1f} "
-            f"| {statistics.mean(score['rouge2']):.1f} | {interval(score['rougeL'])} | {interval(pairs) if pairs else ''} | {blind:.1f} | {spent:.0f} "
-            f"| {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
+            f"| {cell.title} | {done} | {means} | {interval(score['rougeL'])} | {interval(pairs) if pairs else ''} "
+            f"| {blind:.1f} | {spent:.0f} | {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
         )
     return "\n".join(lines) + "\n"
 

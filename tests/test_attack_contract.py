@@ -31,7 +31,7 @@ CLIENTS = {
 
 def quick(name: str) -> Attack:
     """Return an attack with its defaults, its longest loops cut short."""
-    short = {"steps": 6, "max_candidates": 500, "tries": 2}
+    short = {"steps": 6, "max_candidates": 500, "tries": 2, "starts": 4, "permutations": 4, "rounds": 2, "every": 2}
     fields = {f.name: f.default for f in dataclasses.fields(known("attack")[name])}
     return build("attack", name, {k: min(v, fields[k]) for k, v in short.items() if k in fields})
 
@@ -119,6 +119,7 @@ def test_an_attack_answers_validly_or_refuses_in_a_sentence(load, name, family, 
 REFUSALS = {
     *(("decode", False, task, made) for task in ("classification", "causal-lm") for made in CLIENTS),
     ("decode", True, "classification", "local steps"),
+    *((name, False, "causal-lm", made) for name in ("grab", "lamp") for made in CLIENTS),
 }
 """Settings outside what an attack can do: (attack, on an encoder, task, client). Everything else must be answered."""
 

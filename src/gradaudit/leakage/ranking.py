@@ -28,6 +28,8 @@ _SAMPLED, _APART = 16, 4
 """A position's common part is the mean of every 16th word; a word's row is averaged over every fourth position."""
 _FLOOR = 0.1
 """A word of which less than this share is left resembles those already taken too much to be judged."""
+_SHARED = 1e-3
+"""Directions shared by words of a position or brought by special tokens, down to this share of the strongest."""
 _TAIL = 1000
 """Highest scores that tell how the vocabulary's fall off: more than a batch has words, few enough to be its tail."""
 
@@ -113,8 +115,12 @@ def rank_words(model: TextModel, stacked: Tensor, most: int, level: float) -> li
         row = model.first_inputs(position)
         words += (row - row.mean(0)) / len(used)
     size = words.square().sum(1)
-    # what all words of a position share is no evidence for any of them
-    common = torch.linalg.qr(means.T).Q
+    # what all words of a position share is no evidence for any of them; nor is what the special tokens of every
+    # sentence bring at any position, or their neighbors (a full stop beside [SEP]) would stand out
+    frame = torch.tensor(sorted({*model.special.prefix, *model.special.suffix}), dtype=torch.long).to(stacked.device)
+    framed = [model.first_inputs(position, frame) for position in positions]
+    left, values, _ = torch.linalg.svd(torch.cat([means, *framed]).T, full_matrices=False)
+    common = left[:, values > _SHARED * values[0]]
     words = words - (words @ common) @ common.T
     directions = shrunk(stacked).to(words)
     directions = directions - (directions @ common) @ common.T

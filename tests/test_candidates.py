@@ -1,0 +1,210 @@
+"""Discrete search of the matching family: against plain loops over whole-batch gradients, and the truth."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gradaudit.attacks.grab import Grab
+from gradaudit.attacks.lamp import Lamp, edit, surprise
+from gradaudit.client import Client
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.beams import BeamSearch
+from gradaudit.leakage.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.layout import layout
+from gradaudit.leakage.masks import Masks
+from gradaudit.leakage.matching import L2, Normalized, Objective, OnSupport
+from gradaudit.registry import build
+from gradaudit.streams import stream
+from gradaudit.types import Given
+from tiny_models import batch_of, seen_of, sentences
+
+KNOWN = Given(labels=True, lengths=True)
+
+
+def scene(load, family: str = "bert", sizes: tuple[int, ...] = (4, 5), **how):
+    model = load(family)
+    batch = batch_of(model, sentences(sizes, 1), [0, 1, 0][: len(sizes)])
+    seen = seen_of(Client(model), batch, given=KNOWN)
+    frame = layout(seen, 16)
+    assert batch.labels is not None
+    return model, batch, seen, Candidates(Objective(seen, L2()), frame, batch.labels, **how)
+
+
+def test_orders_are_permutations_of_the_free_slots_alone(load):
+    _, _, _, of = scene(load)
+    still = of.frame.fixed | ~of.frame.mask
+    order = permutations(still, 50, torch.Generator().manual_seed(0))
+    places = torch.arange(still.shape[1])
+    assert torch.equal(order.sort(-1).values, places.expand_as(order))
+    assert torch.equal(order[:, still], places.expand_as(still)[still].expand(50, -1))
+    assert len(torch.unique(order, dim=0)) > 10
+    values = torch.randn(*still.shape, 3)
+    moved = reordered(values, order)
+    assert torch.equal(moved[7, 1, 2], values[1, order[7, 1, 2]])
+
+
+@pytest.mark.parametrize("screen", [1, 4])
+def test_the_best_of_many_is_what_a_plain_loop_finds(load, screen):
+    model, batch, seen, of = scene(load, screen=screen)
+    table = model.word_vectors()
+    rng = torch.Generator().manual_seed(0)
+    some = table[batch.ids] + torch.rand(60, 1, 1, 1, generator=rng) * torch.randn(
+        (60, *batch.ids.shape, table.shape[1]), generator=rng
+    )
+    kept, values = of.best(some, 3)
+    objective = Objective(seen, L2())
+    with torch.no_grad():
+        every = torch.stack([objective(one[None], of.frame.mask, of.labels[None])[0] for one in some])
+    assert int(kept[0]) == int(every.argmin())
+    torch.testing.assert_close(values, every[kept], rtol=1e-4, atol=1e-5)
+    assert of.evaluations == (60 if screen == 1 else 72)
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("anew", [False, True])
+def test_beam_search_finds_the_best_of_all_texts_where_it_keeps_all(load, anew, dropout):
+    """A beam as wide as the number of texts is exhaustive: the oracle is a loop over all of them."""
+    model, batch, seen, of = scene(load, sizes=(2, 2), screen=1)
+    if dropout:
+        of.masks = Masks(2, torch.Generator().manual_seed(0))
+    pools = [row[1:3].tolist() for row in batch.ids]
+    search = BeamSearch(of, model.word_vectors(), model.special.pad, anew)
+    start = batch.ids.clone()
+    start[:, 1:3] = batch.ids[:, [2, 1]]
+    found = search.run([start], pools, 1, 64)
+    objective, losses = Objective(seen, L2()), {}
+    for words in itertools.product(*(itertools.product(pool, repeat=2) for pool in pools)):
+        ids = batch.ids.clone()
+        ids[:, 1:3] = torch.tensor(words)
+        with torch.no_grad():
+            vectors = model.word_vectors()[ids][None]
+            losses[words] = float(objective(vectors, of.frame.mask, of.labels[None], of.masks)[0])
+    best = min(losses, key=lambda w: losses[w])
+    assert found.ids[:, 1:3].tolist() == [list(w) for w in best]
+    assert found.loss == pytest.approx(losses[best], rel=1e-3, abs=1e-4)
+    if not dropout:
+        assert torch.equal(found.ids, batch.ids)
+
+
+def test_a_search_that_computes_one_sentence_anew_is_the_search_that_computes_all(load):
+    outcomes = []
+    for anew in (False, True):
+        model, batch, _, of = scene(load, sizes=(4, 5, 3), screen=1)
+        pools = [[*row[1:4].tolist(), 7] for row in batch.ids]
+        search = BeamSearch(of, model.word_vectors(), model.special.pad, anew)
+        outcomes.append(search.run([batch.ids.flip(1).where(~of.frame.fixed, batch.ids)], pools, 2, 3))
+    assert torch.equal(outcomes[0].ids, outcomes[1].ids)
+    assert outcomes[0].loss == pytest.approx(outcomes[1].loss, rel=1e-3)
+
+
+def test_padding_in_a_free_slot_ends_the_sentence(load):
+    model, batch, _, of = scene(load, sizes=(5,))
+    ids = batch.ids.clone()
+    ids[0, 3] = model.special.pad
+    assert of.lengths_of(ids, model.special.pad)[0].tolist() == [True] * 3 + [False] * (ids.shape[1] - 3)
+
+
+def test_edits_are_orders_and_every_kind_occurs():
+    rng, seen = torch.Generator().manual_seed(0), set()
+    for _ in range(200):
+        order = edit([1, 2, 3, 4], rng)
+        assert sorted(order) == [1, 2, 3, 4]
+        seen.add(tuple(order))
+    assert {(2, 1, 3, 4), (2, 3, 4, 1), (3, 4, 1, 2), (4, 1, 2, 3)} <= seen
+
+
+@pytest.mark.parametrize(("family", "masks"), [("roberta", False), ("gpt2", False), ("gpt2", True)])
+def test_grab_reads_a_short_sentence_and_not_another(load, family, masks):
+    """The swap control: an attack on one batch's update does not find another batch's words."""
+    model = load(family)
+    batch, other = batch_of(model, sentences((3,), 3), [1]), batch_of(model, sentences((3,), 8), [0])
+    attack = Grab(rounds=2, steps=300, learning_rate=0.02, starts=40, permutations=20, decay=0.7)
+    found = attack(seen_of(Client(model, dropout=masks), batch, given=KNOWN), stream(0, "attack"))
+    words, mine = set(model.content(found.sequences[0])), set(model.content(batch.ids[0].tolist()))
+    assert len(words & mine) >= (2 if masks else 3)
+    assert not words & (set(model.content(other.ids[0].tolist())) - mine)
+    assert ("mask_sites" in found.details) == masks
+    if not masks:
+        assert list(found.sequences[0]) == batch.ids[0].tolist()
+
+
+def test_lamp_reads_a_short_sentence(load):
+    model = load("roberta")
+    batch = batch_of(model, sentences((3,), 3), [1])
+    attack = Lamp(steps=300, learning_rate=0.03, starts=40, permutations=20, edits=10, every=20, decay=0.8)
+    found = attack(seen_of(Client(model), batch, given=KNOWN), stream(0, "attack"))
+    assert list(found.sequences[0]) == batch.ids[0].tolist()
+
+
+def test_grab_takes_the_counter_it_was_told_of(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((3,), 1))
+    for name, fields, kind in (
+        ("normalized-gaussian", {"sigma": 0.01}, Normalized),
+        ("random-pruning", {"rate": 0.5}, OnSupport),
+        ("topk", {"keep": 0.5}, OnSupport),
+        ("gaussian", {"sigma": 0.01}, L2),
+    ):
+        seen = seen_of(Client(model, defenses=(build("defense", name, fields),)), batch)
+        assert type(Grab().distance(seen)) is kind
+        assert type(Grab(counter=False).distance(seen)) is L2
+    signed = seen_of(Client(model, defenses=(build("defense", "sign", {}),)), batch)
+    with pytest.raises(NotSupportedError, match="no counter to sign"):
+        Grab().distance(signed)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "fields"),
+    [("bert", "normalized-gaussian", {"sigma": 1e-9}), ("bert", "random-pruning", {"rate": 0.6})],
+)
+def test_with_the_counter_the_truth_explains_a_defended_update(load, family, name, fields):
+    model = load(family)
+    batch = batch_of(model, sentences((4,), 1))
+    seen = seen_of(Client(model, defenses=(build("defense", name, fields),)), batch)
+    assert batch.labels is not None
+    vectors = model.word_vectors()[batch.ids][None]
+    for counter, low in ((True, True), (False, False)):
+        objective = Objective(seen, Grab(counter=counter).distance(seen))
+        with torch.no_grad():
+            value = float(objective(vectors, batch.mask, batch.labels[None])[0])
+        assert (value < 1e-2) == low
+
+
+def test_masks_can_start_over(load):
+    masks = Masks(1, torch.Generator().manual_seed(0))
+    model, batch, seen, _ = scene(load, sizes=(4,))
+    assert batch.labels is not None
+    with torch.no_grad():
+        Objective(seen, L2())(model.word_vectors()[batch.ids][None], batch.mask, batch.labels[None], masks)
+    before = [m.detach().clone() for m in masks.variables()]
+    masks.restart(0.5)
+    assert all(set(m.detach().unique().tolist()) <= {0.0, 1.0} for m in masks.variables())
+    assert any(not torch.equal(a, b) for a, b in zip(before, masks.variables(), strict=True))
+    assert float(torch.cat([m.detach().flatten() for m in masks.variables()]).mean()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_language_model_is_less_surprised_by_what_it_says_often(load):
+    model = load("gpt2", "causal-lm")
+    text = " ".join(sentences((6,), 1))
+    ids = torch.tensor([model.encode(text)[0]])
+    loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=ids)
+    assert surprise(model, text) == pytest.approx(float(loss.detach()))
+    assert surprise(model, "") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("grab", {"rounds": 0}, "rounds must be at least 1"),
+        ("grab", {"pool": "all"}, "pool must be one of"),
+        ("grab", {"steps": -1}, "steps must be at least 0"),
+        ("lamp", {"distance": "l3"}, "distance must be"),
+        ("lamp", {"every": 0}, "every must be at least 1"),
+    ],
+)
+def test_settings_without_sense_are_refused(name, fields, said):
+    with pytest.raises(BadInputError, match=said):
+        build("attack", name, fields)
