@@ -138,9 +138,7 @@ def decoders() -> list[Cell]:
     cells = [Cell("cola", b, 5 if b < 16 else 1, OFF, "smollm2") for b in (1, 4, 16, 32, 50)]
     cells += [Cell("cola", b, 3 if b < 16 else 1, OFF, "random:gpt2") for b in (1, 4, 16, 32, 64)]
     on = {"dropout": True}
-    cells += [
-        Cell("cola", b, n, on, "random:gpt2") for b, n in ((1, 5), (4, 5), (16, 1), (32, 1), (36, 1), (40, 1))
-    ]
+    cells += [Cell("cola", b, n, on, "random:gpt2") for b, n in ((1, 5), (4, 5), (16, 1), (32, 1), (36, 1), (40, 1))]
     return cells
 
 

@@ -78,6 +78,22 @@ class BeamSearch:
                 break
         return beams[0]
 
+    def try_slots(self, ids: Tensor, row: int, slots: Sequence[int], pool: Sequence[int], width: int) -> list[Beam]:
+        """Return the best guesses, best first, after some slots of one sentence were tried with every token of a pool.
+
+        Args:
+            ids: [B, T] the guess.
+            row: the sentence.
+            slots: the positions, in this order.
+            pool: tokens to try.
+            width: guesses kept and returned.
+        """
+        beams = [Beam(ids, self._whole([ids])[0])]
+        bases = self._bases(beams, row)
+        for slot in slots:
+            beams = self._slot(beams, bases, row, slot, pool, width)
+        return beams
+
     def _slot(
         self,
         beams: list[Beam],
@@ -125,6 +141,8 @@ class BeamSearch:
         for others, members in groups.items():
             some = torch.stack([ids[n] for n in members])
             mask = self._of.lengths_of(some, self._pad)[:, row : row + 1]
+            longest = int(mask.sum(-1).max())  # the batch's padding behind this sentence is no part of it
+            mask, some = mask[..., :longest], some[..., :longest]
             vectors = self._table[some[:, row : row + 1]]
             found = self._of.measure(vectors, thin, mask, row, bases[others])
             for n, value in zip(members, found.tolist(), strict=True):

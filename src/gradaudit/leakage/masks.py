@@ -33,6 +33,8 @@ class Masks:
             if site not in self._sites:
                 self._sites[site] = self._drawn((self._size, *inner.shape[1:]), rate, inner)
             kept = self._sites[site][self._rows]
+            # a sentence without the batch's padding is the beginning of its row
+            kept = kept[(slice(None), *(slice(0, n) for n in inner.shape[1:]))]
             if kept.shape[1:] != inner.shape[1:]:
                 raise ValueError(f"masks of shape {tuple(kept.shape)} met values of shape {tuple(inner.shape)}")
             return (parts * (kept / (1 - rate))).view_as(inner)

@@ -1,0 +1,123 @@
+"""How fast the matching family is: candidates of the beam search, and steps; medians of one run.
+
+    OMP_NUM_THREADS=2 python benchmarks/matching_speed.py
+
+Candidates: slots of a sentence tried with every token of its batch, as Grab's discrete stage does, (a) each candidate's
+whole-batch gradient by itself, (b) many together, (c) only the changed sentence anew, (d) ranked on every eighth row
+first, the best in full. Writes benchmarks/results/matching-speed.md. Run it alone on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from exact_decoding import PRACTICAL, Cell, commit
+
+from gradaudit.audit import pick_device, prepare, private_batch, sent
+from gradaudit.case import parse_case
+from gradaudit.leakage.beams import BeamSearch
+from gradaudit.leakage.candidates import Candidates
+from gradaudit.leakage.layout import Layout
+from gradaudit.leakage.masks import Masks
+from gradaudit.leakage.matching import L2, Cosine, Distance, Objective, SquaredL2
+from gradaudit.models.transformers import TransformersModel
+
+TIMES = 3
+WAYS = {
+    "(a) whole batch, one by one": {"screen": 1, "together": 1, "anew": False},
+    "(b) whole batch, together": {"screen": 1, "together": 0, "anew": False},
+    "(c) changed sentence anew, together": {"screen": 1, "together": 0, "anew": True},
+    "(d) the same, ranked on a share first": {"screen": 8, "together": 0, "anew": True},
+}
+
+
+def median_seconds(act: Callable[[], object], times: int) -> float:
+    """Return the median time of a call, after one that is not counted."""
+    act()
+    took = []
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+def step_of(
+    measured: Objective, vectors: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, masks: Masks | None
+) -> None:
+    """Compute what one step of the continuous search needs."""
+    value = measured(vectors, mask, labels, masks).sum()
+    wanted = [vectors, *(masks.variables() if masks is not None else [])]
+    torch.autograd.grad(value, wanted, allow_unused=True)
+
+
+def main() -> None:
+    """Measure both, write the table."""
+    code, device, model = commit(), pick_device("auto"), None
+    lines = ["| B | way | ms a candidate, median of 3 | times (a) | same answer |", "|---|---|---|---|---|"]
+    steps = ["", "| B | tokens | distance | masks | ms a step |", "|---|---|---|---|---|"]
+    for size in (1, 8):
+        ready = prepare(parse_case(Cell("cola", size, 1, PRACTICAL).case()), Path.cwd(), device, model)
+        model = ready.model
+        assert isinstance(model, TransformersModel)
+        batch = private_batch(ready, 0)
+        seen = sent(ready, batch, 0)[1]
+        assert batch.labels is not None
+        ids, labels, table = batch.ids.to(device), batch.labels.to(device), model.word_vectors()
+        special = torch.tensor(sorted(model.special.ids), device=device)
+        mask = batch.mask.to(device)
+        frame = Layout(ids, mask, torch.isin(ids, special) & mask)
+        objective, masks = Objective(seen, L2()), Masks(size, torch.Generator().manual_seed(0))
+        pool = sorted(set(ids[mask].tolist()) - model.special.ids)
+        slots = torch.where(~frame.fixed[0] & mask[0])[0].tolist()[: 3 if size > 1 else 6]
+        wrong = ids.clone()
+        wrong[0, slots] = torch.tensor(pool[: len(slots)], device=device)
+        kept: list[bytes] = []
+        first = 0.0
+        for way, how in WAYS.items():
+            of = Candidates(objective, frame, labels, masks, int(how["screen"]), int(how["together"]))
+            took, answers = [], []
+            for _ in range(TIMES):
+                search = BeamSearch(of, table, model.special.pad, bool(how["anew"]))
+                began = time.perf_counter()
+                answers = [beam.key() for beam in search.try_slots(wrong, 0, slots, pool, 1)]
+                took.append((time.perf_counter() - began) / (len(slots) * (len(pool) - 1)))
+            kept = kept or answers
+            each = statistics.median(took)
+            first = first or each
+            same = "yes" if answers == kept else "no"
+            lines.append(f"| {size} | {way} | {1e3 * each:.1f} | {first / each:.1f} | {same} |")
+            print(lines[-1], flush=True)
+        distances: list[tuple[str, Distance, Masks | None]] = [
+            ("grab, masks learned", L2(), masks), ("lamp cos", Cosine(), None), ("tag", SquaredL2(0.01), None)
+        ]  # fmt: skip
+        for name, distance, some in distances:
+            measured = Objective(seen, distance)
+            vectors = table[ids][None].clone().requires_grad_()
+
+            took_step = median_seconds(partial(step_of, measured, vectors, mask, labels[None], some), 9)
+            steps.append(
+                f"| {size} | {int(mask.sum())} | {name} | {'yes' if some is not None else 'no'} "
+                f"| {1e3 * took_step:.0f} |"
+            )
+            print(steps[-1], flush=True)
+    threads = os.environ.get("OMP_NUM_THREADS", "all")
+    text = (
+        f"Made by `OMP_NUM_THREADS={threads} python {shlex.join(sys.argv)}` (commit {code}) on {device}. MiniLM, CoLA, "
+        "practical setting. The released code takes 110 ms an evaluation and 250 to 360 ms a step at B = 1, one thread "
+        "(measured_peers.md).\n\n"
+    )
+    path = Path("benchmarks/results/matching-speed.md")
+    path.write_text(text + "\n".join(lines) + "\n" + "\n".join(steps) + "\n", encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
