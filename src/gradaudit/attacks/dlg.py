@@ -10,7 +10,7 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.harness import match
-from gradaudit.leakage.matching import SquaredL2
+from gradaudit.leakage.matching import STEP, SquaredL2
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -58,4 +58,4 @@ class Dlg(Attack):
         )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
-        return 3 * self.steps * self.restarts  # a step differentiates the gradient once more: about three times
+        return int(STEP * self.steps * self.restarts)

@@ -16,7 +16,7 @@ from gradaudit.leakage.descent import Descent, Schedule, minimize
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
 from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import L2, Distance, Normalized, Objective, OnSupport, nearest_tokens
+from gradaudit.leakage.matching import CANDIDATE, L2, STEP, Distance, Normalized, Objective, OnSupport, nearest_tokens
 from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.subspace import stack
 from gradaudit.registry import hyper, register
@@ -90,7 +90,8 @@ class Grab(Attack):
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         beams = self.beam_width * tokens * tokens // max(1, batch_size)
-        return self.rounds * (3 * self.steps + 2 * self.permutations + 2 * beams) + self.starts
+        orders = (2 * self.permutations * self.rounds + self.starts) * batch_size  # each of the whole batch
+        return int(STEP * self.rounds * self.steps + CANDIDATE * (self.rounds * 2 * beams + orders))
 
     def distance(self, seen: Observation) -> Distance:
         """Return what is measured, with the counters to the defenses that were told.

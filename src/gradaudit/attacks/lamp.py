@@ -13,7 +13,7 @@ from gradaudit.errors import BadInputError
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent, Point, Schedule, better
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
-from gradaudit.leakage.matching import Cosine, Distance, Objective, SquaredL2, nearest_tokens
+from gradaudit.leakage.matching import CANDIDATE, STEP, Cosine, Distance, Objective, SquaredL2, nearest_tokens
 from gradaudit.models.base import ModelSpec, TextModel
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import step
@@ -119,7 +119,7 @@ class Lamp(Attack):
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         edits = self.edits * batch_size * (self.steps // self.every)
-        return 3 * self.steps + edits + self.starts + self.permutations
+        return int(STEP * self.steps + CANDIDATE * (edits + self.starts + self.permutations))
 
     def _start(self, of: Candidates, table: Tensor, still: Tensor, rng: torch.Generator) -> Tensor:
         drawn = gaussian(of.frame, table, _NORM, self.starts, rng)

@@ -22,6 +22,8 @@ from gradaudit.models.base import View
 from gradaudit.models.taps import Tap, Traced
 from gradaudit.types import Observation
 
+STEP, CANDIDATE = 1.5, 0.25
+"""What a step of the continuous search and a candidate of the discrete one cost, in gradients of a client (MiniLM)."""
 _BLOCK = 160_000
 """Gradient values measured at a time: what is made of them stays in a core's cache."""
 
