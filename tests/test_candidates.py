@@ -13,12 +13,14 @@ from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.beams import BeamSearch
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.descent import Descent
 from gradaudit.leakage.layout import layout
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import L2, Normalized, Objective, OnSupport
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given
+from gradaudit.unfinished import keep, kept, kept_in
 from tiny_models import batch_of, seen_of, sentences
 
 KNOWN = Given(labels=True, lengths=True)
@@ -129,6 +131,57 @@ def test_grab_reads_a_short_sentence_and_not_another(load, family, masks):
     assert ("mask_sites" in found.details) == masks
     if not masks:
         assert list(found.sequences[0]) == batch.ids[0].tolist()
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_killed_run_goes_on_from_its_last_round_to_the_same_answer(load, tmp_path, monkeypatch, dropout):
+    model = load("roberta")
+    batch = batch_of(model, sentences((4, 3), 3), [1, 0])
+    seen = seen_of(Client(model, dropout=dropout), batch, given=Given(lengths=True))  # labels are learned on the way
+    attack = Grab(rounds=3, steps=25, starts=10, permutations=10)
+    whole = attack(seen, stream(0, "attack"))
+    assert whole.details["rounds"] > 1, "the test needs a run of several rounds"
+    place = tmp_path / "unfinished" / "0.safetensors"
+    steps = 0
+    step_of = Descent.step
+
+    def killed(self, loss):
+        nonlocal steps
+        steps += 1
+        if steps == 35:
+            raise KilledError
+        return step_of(self, loss)
+
+    monkeypatch.setattr(Descent, "step", killed)
+    with pytest.raises(KilledError), kept_in(place):
+        attack(seen, stream(0, "attack"))
+    assert place.stat().st_mode & 0o077 == 0, "it may hold recovered text"
+    monkeypatch.setattr(Descent, "step", step_of)
+    with kept_in(place):
+        rest = attack(seen, stream(0, "attack"))
+    assert rest.sequences == whole.sequences
+    assert rest.labels == whole.labels
+    assert rest.details == whole.details
+    assert rest.notes[0].startswith("taken up again after round 1")
+    assert not place.parent.exists()
+
+
+def test_a_broken_state_is_begun_anew(tmp_path):
+    place = tmp_path / "0.safetensors"
+    place.write_bytes(b"12345")
+    with kept_in(place):
+        assert kept() is None
+        keep({"round": torch.tensor(2)})
+        found = kept()
+        assert found is not None
+        assert int(found["round"]) == 2
+    assert not place.exists()
+    keep({"round": torch.tensor(2)})  # no one asked for it
+    assert kept() is None
 
 
 def test_lamp_reads_a_short_sentence(load):

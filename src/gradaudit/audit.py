@@ -31,8 +31,13 @@ from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Observation, Update
+from gradaudit.unfinished import kept_in
 
 RECORDS, TEXTS, INFO = "records.jsonl", "texts.jsonl", "run.json"
+
+
+UNFINISHED = "unfinished"
+"""Folder of what attacks keep of batches they have not finished."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,8 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
 def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None) -> Iterator[Record]:
     """Run a case into a folder and yield every record, those of an earlier run of the same case first.
 
-    A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch.
+    A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch, and with
+    what its attack kept of it.
 
     Args:
         ready: the prepared case.
@@ -224,9 +230,10 @@ def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None
         if index in done:
             yield done[index]
             continue
-        record, texts = audit_batch(ready, index)
-        append_line(out / TEXTS, texts, private=True)
-        append_line(out / RECORDS, record)
+        with kept_in(out / UNFINISHED / f"{ready.case.content_hash()[:16]}-{index}.safetensors"):
+            record, texts = audit_batch(ready, index)
+            append_line(out / TEXTS, texts, private=True)
+            append_line(out / RECORDS, record)
         if each is not None:
             each(record)
         yield record

@@ -21,6 +21,7 @@ from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.subspace import stack
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
+from gradaudit.unfinished import keep, kept
 
 _POOLS = ("recovered", "spans")
 
@@ -127,7 +128,6 @@ class _Run:
         self.of = Candidates(
             self.objective, self.frame, self.labels.values, self.masks, how.screen, how.candidates
         )  # fmt: skip
-        self.search = None
         self.still = self.frame.fixed | ~self.frame.mask
         self.spent = 0
 
@@ -139,8 +139,11 @@ class _Run:
                 pool[self.model.special.pad] = None
         last: Beam | None = None
         continuous: Beam | None = None
-        rounds = 0
-        for rounds in range(1, how.rounds + 1):
+        state = kept()
+        begun = 0 if state is None else int(state["round"])
+        if state is not None:
+            last, pools = self._taken_up(state)
+        for rounds in range(begun + 1, how.rounds + 1):
             if rounds > 1 and how.restart_masks and self.masks is not None:
                 self.masks.restart()
             start = self._start(last)
@@ -153,12 +156,37 @@ class _Run:
             found = search.run(first, [list(p) for p in pools], how.passes, how.beam_width)
             same = last is not None and torch.equal(found.ids, last.ids)
             last = found
-            if same:
+            if same or rounds == how.rounds:
                 break
+            self._keep(rounds, last, pools)
         assert last is not None
         assert continuous is not None
         best = continuous if continuous.loss < last.loss else last
-        return self._told(best, rounds)
+        return self._told(best, rounds, begun)
+
+    def _keep(self, rounds: int, last: Beam, pools: list[dict[int, None]]) -> None:
+        """Keep what the next round starts from."""
+        state = {
+            "round": torch.tensor(rounds),
+            "ids": last.ids,
+            "loss": torch.tensor(last.loss, dtype=torch.float64),
+            "labels": self.of.labels,
+            "spent": torch.tensor([self.spent, self.of.evaluations]),
+            "rng": self.rng.get_state(),
+        }
+        state |= {f"pool.{row}": torch.tensor(list(pool), dtype=torch.long) for row, pool in enumerate(pools)}
+        keep(state | (self.masks.values() if self.masks is not None else {}))
+
+    def _taken_up(self, state: dict[str, Tensor]) -> tuple[Beam, list[dict[int, None]]]:
+        """Take a run up again after its last finished round."""
+        device = self.table.device
+        self.of.labels = state["labels"].to(device)
+        self.spent, self.of.evaluations = (int(n) for n in state["spent"])
+        self.rng.set_state(state["rng"])
+        if self.masks is not None:
+            self.masks.put_back(state, device)
+        pools = [dict.fromkeys(state[f"pool.{row}"].tolist()) for row in range(len(self.frame.ids))]
+        return Beam(state["ids"].to(device), float(state["loss"])), pools
 
     def _start(self, last: Beam | None) -> Tensor:
         """Return [1, B, T, d] word vectors: the best of Gaussian starts, or of orders of the last round's tokens."""
@@ -219,7 +247,7 @@ class _Run:
         most = min(32 * len(self.frame.ids), self.model.width - 1)
         return [word.token for word in rank_words(self.model, stacked, most, 0.05)]
 
-    def _told(self, best: Beam, rounds: int) -> Reconstruction:
+    def _told(self, best: Beam, rounds: int, begun: int) -> Reconstruction:
         mask = self.of.lengths_of(best.ids, self.model.special.pad)
         sequences = tuple(tuple(row[keep].tolist()) for row, keep in zip(best.ids, mask, strict=True))
         final = self.of.labels
@@ -233,7 +261,7 @@ class _Run:
         }
         if self.masks is not None:
             details["mask_sites"] = len(self.masks.variables())
-        notes = []
+        notes = [f"taken up again after round {begun}: the seconds are of the rest"] if begun else []
         how = self.seen.knowledge.training
         if self.seen.kind == "delta" and how is not None and how.steps(len(self.frame.ids)) > 1:
             notes.append(f"a weight change of {how.steps(len(self.frame.ids))} local steps was read as one gradient")

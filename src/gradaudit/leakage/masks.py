@@ -47,6 +47,16 @@ class Masks:
         part._sites, part._rows = self._sites, rows
         return part
 
+    def values(self) -> dict[str, Tensor]:
+        """Return the masks by site, to be kept."""
+        return {f"mask.{site}": mask.detach() for site, mask in self._sites.items()}
+
+    def put_back(self, values: dict[str, Tensor], device: torch.device) -> None:
+        """Take masks up again that were kept."""
+        for name, mask in values.items():
+            if name.startswith("mask."):
+                self._sites[int(name.removeprefix("mask."))] = mask.to(device).requires_grad_(self._learn)
+
     def variables(self) -> list[Tensor]:
         """Return the masks that can be learned, site by site; empty before the first pass."""
         return list(self._sites.values()) if self._learn else []
