@@ -32,10 +32,10 @@ GRAB: dict[str, Any] = {
     "name": "grab", "rounds": 2, "steps": 250, "decay": 0.89**8, "starts": 150, "permutations": 100,
 }  # fmt: skip
 LAMP: dict[str, Any] = {
-    "name": "lamp", "steps": 700, "decay": 0.89 ** (20 / 7), "starts": 150, "permutations": 100, "edits": 25,
+    "name": "lamp", "steps": 700, "decay": 0.89 ** (20 / 7), "starts": 150, "permutations": 100, "edits": 120,
 }  # fmt: skip
-TAG: dict[str, Any] = {"name": "tag", "steps": 830}
-DLG: dict[str, Any] = {"name": "dlg", "steps": 830}
+TAG: dict[str, Any] = {"name": "tag", "steps": 1200}
+DLG: dict[str, Any] = {"name": "dlg", "steps": 1200}
 NO_MASKS = {"learn_masks": False}
 
 

@@ -86,7 +86,7 @@ def main() -> None:
             of = Candidates(objective, frame, labels, masks, int(how["screen"]), int(how["together"]))
             took, answers = [], []
             for _ in range(TIMES):
-                search = BeamSearch(of, table, model.special.pad, bool(how["anew"]))
+                search = BeamSearch(of, table, model.special, anew=bool(how["anew"]))
                 began = time.perf_counter()
                 answers = [beam.key() for beam in search.try_slots(wrong, 0, slots, pool, 1)]
                 took.append((time.perf_counter() - began) / (len(slots) * (len(pool) - 1)))

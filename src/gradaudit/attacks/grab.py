@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.beams import Beam, BeamSearch
+from gradaudit.leakage.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent, Schedule, minimize
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
@@ -103,14 +103,18 @@ class Grab(Attack):
         inner: Distance = L2(self.l1)
         if not self.counter:
             return inner
-        for defense in seen.knowledge.defenses or ():
-            name = defense.get("name")
-            if name == "normalized-gaussian":
-                inner = Normalized(inner)
-            elif name in ("topk", "random-pruning"):
-                inner = OnSupport(inner)
-            elif name == "sign":
-                raise NotSupportedError("attack 'grab' has no counter to sign compression; use 'decode'")
+        names = {defense.get("name") for defense in seen.knowledge.defenses or ()}
+        if "sign" in names:
+            raise NotSupportedError("attack 'grab' has no counter to sign compression; use 'decode'")
+        if names & {"topk", "random-pruning"}:
+            inner = OnSupport(inner)
+        if "normalized-gaussian" in names:
+            if any(view.rows is not None for view in seen.views.values()):
+                raise NotSupportedError(
+                    "attack 'grab' cannot normalize a part of a matrix as the client did the whole: GPT-2's q, k and v "
+                    "are thirds of one; select all of it, or set counter = false"
+                )
+            inner = Normalized(inner)
         return inner
 
 
@@ -128,13 +132,13 @@ class _Run:
         self.of = Candidates(
             self.objective, self.frame, self.labels.values, self.masks, how.screen, how.candidates
         )  # fmt: skip
-        self.still = self.frame.fixed | ~self.frame.mask
+        self.open = seen.knowledge.lengths is None
         self.spent = 0
 
     def result(self) -> Reconstruction:
         how, size = self.how, len(self.frame.ids)
         pools: list[dict[int, None]] = [dict.fromkeys(self._words()) for _ in range(size)]
-        if self.seen.knowledge.lengths is None:
+        if self.open:
             for pool in pools:
                 pool[self.model.special.pad] = None
         last: Beam | None = None
@@ -146,13 +150,13 @@ class _Run:
         for rounds in range(begun + 1, how.rounds + 1):
             if rounds > 1 and how.restart_masks and self.masks is not None:
                 self.masks.restart()
-            start = self._start(last)
-            continuous = self._continuous(start)
+            slots = self._slots(last)
+            continuous = self._continuous(self._start(last, slots), slots)
             for row, pool in enumerate(pools):
-                free = ~self.still[row]
-                pool |= dict.fromkeys(continuous.ids[row, free].tolist())
-            first = [continuous.ids, *([last.ids] if last is not None else []), *self._orders(continuous.ids)]
-            search = BeamSearch(self.of, self.table, self.model.special.pad, how.anew)
+                pool |= dict.fromkeys(continuous.ids[row, ~(slots.fixed | ~slots.mask)[row]].tolist())
+            orders = self._orders(continuous.ids, slots)
+            first = [continuous.ids, *([last.ids] if last is not None else []), *orders]
+            search = BeamSearch(self.of, self.table, self.model.special, self.open, how.anew)
             found = search.run(first, [list(p) for p in pools], how.passes, how.beam_width)
             same = last is not None and torch.equal(found.ids, last.ids)
             last = found
@@ -188,22 +192,41 @@ class _Run:
         pools = [dict.fromkeys(state[f"pool.{row}"].tolist()) for row in range(len(self.frame.ids))]
         return Beam(state["ids"].to(device), float(state["loss"])), pools
 
-    def _start(self, last: Beam | None) -> Tensor:
+    def _slots(self, last: Beam | None) -> Layout:
+        """Return the slots of the next continuous search: where lengths are unknown, as long as the last guess."""
+        if not self.open:
+            return self.frame
+        special = self.model.special
+        if last is None:
+            word = next(i for i in range(self.model.vocabulary_size) if i not in special.ids)
+            free = self.frame.mask & ~self.frame.fixed
+            ids = ended(torch.where(free, word, self.frame.ids), self.frame, special)
+        else:
+            ids = last.ids
+        mask = self.of.lengths_of(ids, special.pad)
+        known = torch.isin(ids, torch.tensor(sorted(special.ids), device=ids.device))
+        return Layout(ids, mask, (self.frame.fixed | known) & mask)
+
+    def _start(self, last: Beam | None, slots: Layout) -> Tensor:
         """Return [1, B, T, d] word vectors: the best of Gaussian starts, or of orders of the last round's tokens."""
-        how, still = self.how, self.still
+        how, still = self.how, slots.fixed | ~slots.mask
         if last is None:
             norm = float(self.table.norm(dim=1).mean())
-            drawn = gaussian(self.frame, self.table, norm, how.starts, self.rng)
-            chosen = drawn[int(self.of.best(drawn, 1)[0][0])]
+            drawn = gaussian(slots, self.table, norm, how.starts, self.rng)
+            chosen = drawn[int(self._best(drawn, 1, slots)[0])]
         else:
             chosen = self.table[last.ids]
         if how.permutations:
             order = permutations(still, how.permutations, self.rng)
             some = torch.cat([chosen[None], reordered(chosen, order)])
-            chosen = some[int(self.of.best(some, 1)[0][0])]
+            chosen = some[int(self._best(some, 1, slots)[0])]
         return chosen[None]
 
-    def _continuous(self, start: Tensor) -> Beam:
+    def _best(self, vectors: Tensor, keep: int, slots: Layout) -> Tensor:
+        """Return the indices of the best guesses that fill these slots."""
+        return self.of.best(vectors, keep, slots.mask.expand(len(vectors), *slots.mask.shape))[0]
+
+    def _continuous(self, start: Tensor, slots: Layout) -> Beam:
         """Return the tokens nearest to where the continuous search ends."""
         how = self.how
         schedule = Schedule(
@@ -215,27 +238,27 @@ class _Run:
             clip=how.clip if how.large else 0.0,
         )
         learn = "clamp" if self.labels.learned else None
-        descent = Descent(start, self.still, self.of.labels[None], learn, schedule, self.masks)
+        still = slots.fixed | ~slots.mask
+        descent = Descent(start, still, self.of.labels[None], learn, schedule, self.masks)
 
         def loss(vectors: Tensor, labels: Tensor) -> Tensor:
-            return self.objective(vectors, self.frame.mask, labels, self.masks)
+            return self.objective(vectors, slots.mask, labels, self.masks)
 
         point = minimize(descent, loss, how.steps, keep_best=how.keep_best, what="grab: matching")
         self.spent += 3 * point.evaluations
         if self.labels.learned:
             self.of.labels = point.labels[0]
         ids = nearest_tokens(point.embeddings[0], self.table, sorted(self.model.special.ids))
-        ids = torch.where(self.still, self.frame.ids, ids)
-        return Beam(ids, float(self.of.measure(self.table[ids][None])[0]))
+        ids = torch.where(still, slots.ids, ids)
+        return Beam(ids, float(self.of.measure(self.table[ids][None], 1, slots.mask[None])[0]))
 
-    def _orders(self, ids: Tensor) -> list[Tensor]:
+    def _orders(self, ids: Tensor, slots: Layout) -> list[Tensor]:
         """Return the best orders of a guess's tokens, as many as the beam is wide."""
         if not self.how.permutations:
             return []
-        order = permutations(self.still, self.how.permutations, self.rng)
+        order = permutations(slots.fixed | ~slots.mask, self.how.permutations, self.rng)
         some = torch.unique(reordered(ids, order), dim=0)
-        chosen, _ = self.of.best(self.table[some], self.how.beam_width)
-        return list(some[chosen])
+        return list(some[self._best(self.table[some], self.how.beam_width, slots)])
 
     def _words(self) -> list[int]:
         """Return tokens that block 0's gradients speak for, where the pool is to have them."""

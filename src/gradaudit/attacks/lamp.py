@@ -155,6 +155,7 @@ class Lamp(Attack):
                 continue
             weight = self.prior_weight if self.prior_weight >= 0 else _DISTANCES[self.distance][1]
             ids = nearest_tokens(some[:, row], table, sorted(model.special.ids))
+            ids = torch.where(still[row], of.frame.ids[row], ids)  # special tokens are no words of the text
             opinions = [surprise(prior, model.decode(one[of.frame.mask[row]].tolist())) for one in ids]
             scores = of.measure(some) + weight * torch.tensor(opinions).to(some)
             vectors = some[int(scores.argmin())]

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.candidates import Candidates
+from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.matching import Base
+from gradaudit.models.base import SpecialTokens
 from gradaudit.progress import step
 
 
@@ -35,18 +37,52 @@ class Beam:
         return self.ids.cpu().numpy().tobytes()
 
 
+def ended(ids: Tensor, frame: Layout, special: SpecialTokens) -> Tensor:
+    """Return a guess of unknown lengths in its one form: words, the tokenizer's suffix, padding.
+
+    A sentence ends at the first padding or suffix behind its first word, or where the frame does.
+
+    Args:
+        ids: [B, T] token ids.
+        frame: the slots.
+        special: the frame of a sentence.
+    """
+    out = ids.clone()
+    suffix = torch.tensor(special.suffix, dtype=ids.dtype, device=ids.device)
+    for row in range(len(ids)):
+        slots = torch.where(frame.mask[row])[0]
+        last = int(slots[-1]) + 1 - len(suffix)
+        words = torch.where(frame.mask[row] & ~frame.fixed[row])[0]
+        first = int(words[0]) + 1 if len(words) else last
+        marks = torch.tensor([special.pad, *special.suffix], device=ids.device)
+        stops = torch.where(torch.isin(ids[row, first:last], marks))[0]
+        end = first + int(stops[0]) if len(stops) else max(first, last)
+        out[row, end : end + len(suffix)] = suffix[: max(0, ids.shape[1] - end)]
+        out[row, end + len(suffix) :] = special.pad
+    return out
+
+
 class BeamSearch:
     """Beam search over the tokens of a batch.
 
     Args:
         candidates: measures guesses.
         table: [V, d] word vectors.
-        pad: id that ends a sentence where it stands in a free slot.
+        special: the model's special tokens; padding ends a sentence.
+        open_ended: lengths are unknown, so that padding may be tried, and a word in the place of a sentence's end.
         anew: compute only the changed sentence of a candidate; False computes the whole batch (to compare speeds).
     """
 
-    def __init__(self, candidates: Candidates, table: Tensor, pad: int, anew: bool = True) -> None:
-        self._of, self._table, self._pad, self._anew = candidates, table, pad, anew
+    def __init__(
+        self,
+        candidates: Candidates,
+        table: Tensor,
+        special: SpecialTokens,
+        open_ended: bool = False,
+        anew: bool = True,
+    ) -> None:
+        self._of, self._table, self._special, self._anew = candidates, table, special, anew
+        self._pad, self._open = special.pad, open_ended
         self._known: dict[bytes, float] = {}
 
     def run(self, starts: Sequence[Tensor], pools: Sequence[Sequence[int]], passes: int, width: int) -> Beam:
@@ -108,10 +144,9 @@ class BeamSearch:
         new: dict[bytes, Tensor] = {}
         for beam in beams:
             for token in pool:
-                if token == int(beam.ids[row, slot]):
+                ids = self._changed(beam.ids, row, slot, token)
+                if ids is None:
                     continue
-                ids = beam.ids.clone()
-                ids[row, slot] = token
                 key = Beam(ids, 0.0).key()
                 if key in self._known:
                     every[key] = Beam(ids, self._known[key])
@@ -127,6 +162,30 @@ class BeamSearch:
             self._known[key] = value
             every[key] = Beam(ids, value)
         return sorted(every.values(), key=lambda b: b.loss)[:width]
+
+    def _changed(self, ids: Tensor, row: int, slot: int, token: int) -> Tensor | None:
+        """Return a guess with another token in one slot; None where that is no other guess."""
+        here = int(ids[row, slot])
+        if token == here:
+            return None
+        out = ids.clone()
+        out[row, slot] = token
+        if not self._open:
+            return out
+        special, before = self._special, int(ids[row, slot - 1]) if slot else -1
+        if token == special.pad and slot == int(torch.where(~self._of.frame.fixed[row])[0][0]):
+            return None  # a sentence without a word
+        if here in special.ids:
+            if slot and before in special.ids and not bool(self._of.frame.fixed[row, slot - 1]):
+                return None  # behind the end
+            if token == special.pad:
+                return None
+            # a word in the place of the end: the sentence is longer by one
+            out[row, slot + 1 :] = torch.where(self._of.frame.mask[row, slot + 1 :], special.pad, out[row, slot + 1 :])
+        out = torch.where(
+            torch.arange(len(ids), device=ids.device)[:, None] == row, ended(out, self._of.frame, special), ids
+        )
+        return None if torch.equal(out, ids) else out
 
     def _measured(self, ids: list[Tensor], bases: dict[bytes, Base] | None, row: int, thin: int) -> list[float]:
         """Return distances; only the sentence `row` is computed where the others' part is at hand."""

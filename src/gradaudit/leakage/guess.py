@@ -35,7 +35,8 @@ def frame_of(seen: Observation, assumed_length: int) -> Layout:
         seen: the observation.
         assumed_length: tokens a sentence when nothing tells.
     """
-    if seen.knowledge.lengths is None and seen.knowledge.batch_size == 1 and seen.knowledge.dropout:
+    one_gradient = seen.kind == "gradient"  # every local step would add directions of its own
+    if one_gradient and seen.knowledge.lengths is None and seen.knowledge.batch_size == 1 and seen.knowledge.dropout:
         first = span(seen, 0)
         # with dropout on every row is one direction of its own
         if first is not None and first.rank < min(0.5 * seen.model.width, seen.model.max_length):

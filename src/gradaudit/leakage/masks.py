@@ -53,9 +53,9 @@ class Masks:
 
     def put_back(self, values: dict[str, Tensor], device: torch.device) -> None:
         """Take masks up again that were kept."""
-        for name, mask in values.items():
-            if name.startswith("mask."):
-                self._sites[int(name.removeprefix("mask."))] = mask.to(device).requires_grad_(self._learn)
+        sites = sorted(int(name.removeprefix("mask.")) for name in values if name.startswith("mask."))
+        for site in sites:  # in their order: a restart draws them one after the other
+            self._sites[site] = values[f"mask.{site}"].to(device).requires_grad_(self._learn)
 
     def variables(self) -> list[Tensor]:
         """Return the masks that can be learned, site by site; empty before the first pass."""

@@ -203,6 +203,8 @@ class OnSupport(Distance):
     inner: Distance
 
     def __post_init__(self) -> None:
+        if not self.inner.streams:
+            raise ValueError("what was pruned has to be left out before norms are taken: Normalized(OnSupport(...))")
         object.__setattr__(self, "differs", self.inner.differs)
         object.__setattr__(self, "l1", self.inner.l1)
 
@@ -662,6 +664,8 @@ def as_gradient(seen: Observation) -> dict[str, Tensor]:
     """
     if seen.kind == "gradient":
         return dict(seen.tensors)
+    if any(d.get("name") == "normalized-gaussian" for d in seen.knowledge.defenses or ()):
+        return {name: -value for name, value in seen.tensors.items()}  # its size was taken off by the client
     how, size = seen.knowledge.training, seen.knowledge.batch_size
     if how is None or how.optimizer != "sgd" or size is None:
         raise NotSupportedError(
