@@ -18,7 +18,13 @@ from tiny_models import ENCODERS, MADE_UP, OTHERS, SETTINGS, batch_of, seen_of, 
 
 ATTACKS = sorted(name for name in known("attack") if name != "blind")
 GIVEN = Given(lengths=True, labels=True)
-QUICK = {"dlg": {"steps": 15}, "tag": {"steps": 15}, "dager": {"max_candidates": 500}}
+QUICK = {
+    "dlg": {"steps": 15},
+    "tag": {"steps": 15},
+    "grab": {"steps": 6, "rounds": 2, "starts": 4, "permutations": 4, "passes": 1},
+    "lamp": {"steps": 10, "starts": 4, "permutations": 4, "edits": 4, "every": 4},
+    "dager": {"max_candidates": 500},
+}
 
 
 def rouge1(model, batch: Batch, found: Reconstruction) -> float:
