@@ -9,7 +9,7 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
-from gradaudit.leakage.ranking import accepted, expected_by_chance, rank_words, shrunk
+from gradaudit.leakage.ranking import accepted, expected_by_chance, likeliest_words, rank_words, shrunk
 from gradaudit.leakage.subspace import stack
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -41,6 +41,23 @@ def test_the_words_stand_out_and_little_else_does(minilm, name: str, fields: dic
     right = set(batch.sequences()[0]) - minilm.special.ids
     assert len(right & set(found)) >= 0.9 * len(right)
     assert len(set(found) - right) <= 2
+
+
+def test_behind_the_words_taken_come_those_with_the_largest_share_in_the_span(minilm):
+    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
+    assert rows.labels is not None
+    batch = make_batch(minilm, rows.texts[:4], rows.labels[:4])
+    client = Client(minilm, defenses=(build("defense", "topk", {"keep": 0.01}),))
+    seen = client.observe(batch, Selection("0:q,k,v"), Given(), stream(0, "client"))
+    stacked, _ = stack(seen, 0)
+    assert stacked is not None
+    right = {token for ids in batch.sequences() for token in ids} - minilm.special.ids
+    taken = [word.token for word in rank_words(minilm, stacked, 2 * len(right), 0.1)]
+    found = likeliest_words(minilm, stacked, 2 * len(right), 4)
+    assert found[: len(taken)] == taken
+    assert len(set(found)) == len(found) == 2 * len(right)
+    assert not set(found) & minilm.special.ids
+    assert len(right & set(found)) > len(right & set(taken))
 
 
 def test_pure_noise_holds_no_words(minilm):
