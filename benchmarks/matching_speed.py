@@ -25,9 +25,10 @@ from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
 from gradaudit.leakage.beams import BeamSearch
 from gradaudit.leakage.candidates import Candidates
+from gradaudit.leakage.distances import L2, Cosine, Distance, SquaredL2
 from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import L2, Cosine, Distance, Objective, SquaredL2
+from gradaudit.leakage.matching import Objective
 from gradaudit.models.transformers import TransformersModel
 
 TIMES = 3

@@ -58,7 +58,11 @@ def main() -> None:
             cells.append(f"{among[0] / there:.2f}, {among[1] / there:.2f}")
             lines.append(f"| {name} | {size} | {batches} | {there} | " + " | ".join(cells) + " |")
             print(lines[-1], flush=True)
-    head = "| defense | B | batches | words | " + " | ".join(f"at {q:g}: found, wrong" for q in LEVELS) + " | recall at k, 2k |"
+    head = (
+        "| defense | B | batches | words | "
+        + " | ".join(f"at {q:g}: found, wrong" for q in LEVELS)
+        + " | recall at k, 2k |"
+    )
     text = (
         f"Made by `OMP_NUM_THREADS=1 python {shlex.join(sys.argv)}` (commit {code}). MiniLM, {chosen.data}, "
         f"draw {chosen.seed}, dropout off. "

@@ -15,9 +15,10 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.beams import BeamSearch, ended
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent
+from gradaudit.leakage.distances import L2, Normalized, OnSupport
 from gradaudit.leakage.layout import Layout, layout
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import L2, Normalized, Objective, OnSupport
+from gradaudit.leakage.matching import Objective
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given

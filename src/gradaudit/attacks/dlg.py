@@ -9,8 +9,9 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError
+from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
-from gradaudit.leakage.matching import STEP, SquaredL2
+from gradaudit.leakage.matching import STEP
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 

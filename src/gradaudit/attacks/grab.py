@@ -13,10 +13,11 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent, Schedule, minimize
+from gradaudit.leakage.distances import L2, Distance, Normalized, OnSupport
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
 from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import CANDIDATE, L2, STEP, Distance, Normalized, Objective, OnSupport, nearest_tokens
+from gradaudit.leakage.matching import CANDIDATE, STEP, Objective, nearest_tokens
 from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.subspace import stack
 from gradaudit.registry import hyper, register

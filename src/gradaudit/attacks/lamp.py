@@ -12,8 +12,9 @@ from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent, Point, Schedule, better
+from gradaudit.leakage.distances import Cosine, Distance, SquaredL2
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
-from gradaudit.leakage.matching import CANDIDATE, STEP, Cosine, Distance, Objective, SquaredL2, nearest_tokens
+from gradaudit.leakage.matching import CANDIDATE, STEP, Objective, nearest_tokens
 from gradaudit.models.base import ModelSpec, TextModel
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import step

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from gradaudit.leakage.descent import Descent, Schedule, minimize
+from gradaudit.leakage.distances import Distance
 from gradaudit.leakage.labels import analytic_label
 from gradaudit.leakage.layout import Layout, layout
-from gradaudit.leakage.matching import Distance, Objective, nearest_tokens
+from gradaudit.leakage.matching import Objective, nearest_tokens
 from gradaudit.types import Observation, Reconstruction
 
 
