@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/gradaudit demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests examples benchmarks

@@ -84,7 +84,7 @@ def main() -> None:
         kept: list[bytes] = []
         first = 0.0
         for way, how in WAYS.items():
-            of = Candidates(objective, frame, labels, masks, int(how["screen"]), int(how["together"]))
+            of = Candidates(objective, frame, labels, (masks,), int(how["screen"]), int(how["together"]))
             took, answers = [], []
             for _ in range(TIMES):
                 search = BeamSearch(of, table, model.special, anew=bool(how["anew"]))

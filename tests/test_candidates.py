@@ -15,7 +15,8 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.beams import BeamSearch, ended
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent
-from gradaudit.leakage.distances import L2, Normalized, OnSupport
+from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, SquaredL2
+from gradaudit.leakage.factored import Observed, Product, of_products
 from gradaudit.leakage.layout import Layout, layout
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Objective
@@ -67,13 +68,39 @@ def test_the_best_of_many_is_what_a_plain_loop_finds(load, screen):
     assert of.evaluations == (60 if screen == 1 else 72)
 
 
+def test_under_several_masks_a_guess_counts_the_mean_of_its_distances(load):
+    model, batch, _, of = scene(load)
+    draws = [Masks(2, torch.Generator().manual_seed(n), learn=False) for n in range(2)]
+    of.masks = tuple(draws)
+    some = model.word_vectors()[batch.ids] + torch.randn((3, *batch.ids.shape, 1), generator=torch.Generator())
+    found = of.measure(some)
+    with torch.no_grad():
+        each = [of.objective(some, batch.mask, batch.labels.expand(3, 2), masks) for masks in draws]
+    torch.testing.assert_close(found, (each[0] + each[1]) / 2)
+    assert float((each[0] - each[1]).abs().min()) > 0
+    assert of.evaluations == 6
+
+
+def test_an_estimate_from_some_rows_is_right_where_rows_repeat():
+    """Outer products whose rows come in fours are known from every fourth row."""
+    rng = torch.Generator().manual_seed(0)
+    slope, read = torch.randn((2, 3, 5), generator=rng).repeat_interleave(4, -1), torch.randn((2, 3, 6), generator=rng)
+    target = torch.randn((5, 6), generator=rng).repeat_interleave(4, 0)
+    for distance in (L2(), SquaredL2(0.01), Cosine(), Normalized(L2()), OnSupport(L2())):
+        offset = -target if distance.differs else None
+        observed = Observed(target, offset, target.square().sum())
+        whole = of_products([Product(slope, read, observed)], distance)
+        some = of_products([Product(slope[..., ::4], read, observed.thinned(4))], distance, 4)
+        torch.testing.assert_close(some, whole)
+
+
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("anew", [False, True])
 def test_beam_search_finds_the_best_of_all_texts_where_it_keeps_all(load, anew, dropout):
     """A beam as wide as the number of texts is exhaustive: the oracle is a loop over all of them."""
     model, batch, seen, of = scene(load, sizes=(2, 2), screen=1)
     if dropout:
-        of.masks = Masks(2, torch.Generator().manual_seed(0))
+        of.masks = (Masks(2, torch.Generator().manual_seed(0)),)
     pools = [row[1:3].tolist() for row in batch.ids]
     search = BeamSearch(of, model.word_vectors(), model.special, anew=anew)
     start = batch.ids.clone()
@@ -85,7 +112,7 @@ def test_beam_search_finds_the_best_of_all_texts_where_it_keeps_all(load, anew, 
         ids[:, 1:3] = torch.tensor(words)
         with torch.no_grad():
             vectors = model.word_vectors()[ids][None]
-            losses[words] = float(objective(vectors, of.frame.mask, of.labels[None], of.masks)[0])
+            losses[words] = float(objective(vectors, of.frame.mask, of.labels[None], of.masks[0])[0])
     best = min(losses, key=lambda w: losses[w])
     assert found.ids[:, 1:3].tolist() == [list(w) for w in best]
     assert found.loss == pytest.approx(losses[best], rel=1e-3, abs=1e-4)
@@ -120,7 +147,7 @@ def test_with_unknown_lengths_the_search_finds_where_sentences_end(load, family)
     longest = int(batch.mask.sum(1).max())
     frame = layout(seen, longest)
     assert batch.labels is not None
-    of = Candidates(Objective(seen, L2()), frame, batch.labels, None, screen=1)
+    of = Candidates(Objective(seen, L2()), frame, batch.labels, screen=1)
     special = model.special
     before = len(special.prefix)
     pools = [[*model.content(row[keep].tolist()), special.pad] for row, keep in zip(batch.ids, batch.mask, strict=True)]
@@ -216,24 +243,28 @@ class KilledError(Exception):
     pass
 
 
-@pytest.mark.parametrize(("dropout", "restart"), [(False, False), (True, False), (True, True)])
-def test_a_killed_run_goes_on_from_its_last_round_to_the_same_answer(load, tmp_path, monkeypatch, dropout, restart):
+@pytest.mark.parametrize(
+    ("dropout", "restart", "fresh"), [(False, False, 0), (True, False, 0), (True, True, 0), (True, False, 2)]
+)
+def test_a_killed_run_goes_on_from_its_last_round_to_the_same_answer(
+    load, tmp_path, monkeypatch, dropout, restart, fresh
+):
     model = load("roberta")
     batch = batch_of(model, sentences((4, 3), 3), [1, 0])
     seen = seen_of(Client(model, dropout=dropout), batch, given=Given(lengths=True))  # labels are learned on the way
-    attack = Grab(rounds=3, steps=25, starts=10, permutations=10, restart_masks=restart)
+    attack = Grab(rounds=3, steps=25, starts=10, permutations=10, restart_masks=restart, score_masks=fresh)
     whole = attack(seen, stream(0, "attack"))
     assert whole.details["rounds"] > 1, "the test needs a run of several rounds"
     place = tmp_path / "unfinished" / "0.safetensors"
     steps = 0
     step_of = Descent.step
 
-    def killed(self, loss):
+    def killed(self, loss, **how):
         nonlocal steps
         steps += 1
         if steps == 35:
             raise KilledError
-        return step_of(self, loss)
+        return step_of(self, loss, **how)
 
     monkeypatch.setattr(Descent, "step", killed)
     with pytest.raises(KilledError), kept_in(place):
@@ -335,6 +366,9 @@ def test_a_language_model_is_less_surprised_by_what_it_says_often(load):
         ("grab", {"steps": -1}, "steps must be at least 0"),
         ("lamp", {"distance": "l3"}, "distance must be"),
         ("lamp", {"every": 0}, "every must be at least 1"),
+        ("lamp", {"norm": -1.0}, "norm must be at least 0"),
+        ("dlg", {"optimizer": "sgd"}, "optimizer must be one of adam, lbfgs"),
+        ("tag", {"restarts": 0}, "restarts must be at least 1"),
     ],
 )
 def test_settings_without_sense_are_refused(name, fields, said):

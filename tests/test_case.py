@@ -9,6 +9,7 @@ import pytest
 from gradaudit.case import load_case, parse_case
 from gradaudit.catalog import EXAMPLE
 from gradaudit.errors import BadInputError
+from gradaudit.registry import identity
 
 CONTRACT = """
 model = "minilm"
@@ -138,6 +139,15 @@ def test_the_hash_changes_with_what_changes_results_and_only_then(write):
     )
     for setting in changes:
         assert load_case(write(CONTRACT), [setting]).content_hash() != base, setting
+
+
+def test_a_field_that_came_later_changes_the_hash_only_where_it_is_set(write):
+    """Or every record of before would be of another case."""
+    case = {"attack": {"name": "lamp"}}
+    assert "norm" not in identity(parse_case(case).build_attack())
+    base = parse_case(case).content_hash()
+    assert parse_case({"attack": {"name": "lamp", "norm": 1.4}}).content_hash() == base
+    assert parse_case({"attack": {"name": "lamp", "norm": 1.0}}).content_hash() != base
 
 
 def test_the_resolved_case_is_the_same_case(write):

@@ -16,7 +16,7 @@ from gradaudit.data.source import DataSpec
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.metrics.text import PUBLISHED
-from gradaudit.registry import build, describe
+from gradaudit.registry import build, describe, identity
 from gradaudit.selection import Selection
 from gradaudit.types import Given, LocalTraining, Task
 
@@ -146,6 +146,8 @@ class Case(_Table):
         """Return 16 hex digits that change with anything that can change the result."""
         data = self.resolved()
         del data["published"]  # another paper's numbers change nothing in ours
+        data["attack"] = json.loads(json.dumps(identity(self.build_attack())))
+        data["defense"] = [json.loads(json.dumps(identity(d))) for d in self.build_defenses()]
         if data["client"]["dropout_rate"] is None:
             del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))

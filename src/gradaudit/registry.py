@@ -82,7 +82,13 @@ def describe(item: Any) -> dict[str, Any]:
     return {"name": item.name, **dataclasses.asdict(item)}
 
 
-def hyper(default: Any, about: str, *, unit: str = "", source: str = "") -> Any:
+def identity(item: Any) -> dict[str, Any]:
+    """Return what tells a registered object from others: all but fields that came later and stand at their default."""
+    late = {f.name for f in dataclasses.fields(item) if f.metadata.get("later") and getattr(item, f.name) == f.default}
+    return {name: value for name, value in describe(item).items() if name not in late}
+
+
+def hyper(default: Any, about: str, *, unit: str = "", source: str = "", later: bool = False) -> Any:
     """Return a dataclass field with its meaning, unit and the source of its default beside it.
 
     Args:
@@ -90,5 +96,7 @@ def hyper(default: Any, about: str, *, unit: str = "", source: str = "") -> Any:
         about: what it is, in one line.
         unit: its unit, when it has one.
         source: where the default comes from (paper, section), or why it differs.
+        later: it was added after cases were run, and its default does what was done before: cases that do not set it
+            keep their ids, and their records.
     """
-    return dataclasses.field(default=default, metadata={"about": about, "unit": unit, "source": source})
+    return dataclasses.field(default=default, metadata={"about": about, "unit": unit, "source": source, "later": later})

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gradaudit.errors import MissingKnowledgeError, NotSupportedError
+from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.types import Knowledge, Observation, Reconstruction
 
 
@@ -74,6 +74,16 @@ class Attack(ABC):
             seen: all that the attacker may see.
             rng: the attack's own random stream (on the CPU); draw nothing from elsewhere.
         """
+
+    def _at_least(self, least: int, *fields: str) -> None:
+        """Check numbers; for `__post_init__`.
+
+        Raises:
+            BadInputError: one of these fields is below the least.
+        """
+        for name in fields:
+            if getattr(self, name) < least:
+                raise BadInputError(f"attack '{self.name}': {name} must be at least {least}, got {getattr(self, name)}")
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         """Return about how many gradient evaluations one batch costs, for `gradaudit check`'s estimate.

@@ -15,6 +15,10 @@ from gradaudit.leakage.matching import STEP
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
+_OPTIMIZERS = ("adam", "lbfgs")
+_EVALUATIONS = 20
+"""What a step of torch's L-BFGS may spend."""
+
 
 @register
 @dataclass(frozen=True)
@@ -22,8 +26,12 @@ class Dlg(Attack):
     """Match the update by squared L2 over word vectors, then take the nearest tokens.
 
     As run in LAMP's harness: one Gaussian start, Adam at a constant rate, the last iterate, special tokens known
-    where lengths are (the original form, L-BFGS, is not in yet). The word table's own gradient is not matched (a
-    guess of word vectors cannot predict it).
+    where lengths are. Its original form is `optimizer = "lbfgs"`, `steps = 300`, `learn_labels = true`: torch's L-BFGS
+    with its defaults, each step of up to 20 evaluations. The word table's own gradient is not matched (a guess of word
+    vectors cannot predict it).
+
+    Raises:
+        BadInputError: a setting that makes no sense.
     """
 
     name: ClassVar[str] = "dlg"
@@ -39,10 +47,19 @@ class Dlg(Attack):
     )
     keep_best: bool = hyper(False, "return the best iterate instead of the last", source="the papers take the last")
 
+    optimizer: str = hyper(
+        "adam", "'adam', as in LAMP's harness, or 'lbfgs', the original form", source="DLG, section 4.1", later=True
+    )
+    learn_labels: bool = hyper(
+        False, "learn labels even where they are given or can be read", source="DLG, algorithm 1, does", later=True
+    )
+
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.restarts < 1 or self.assumed_length < 1:
+        self._at_least(0, "steps")
+        self._at_least(1, "restarts", "assumed_length")
+        if self.optimizer not in _OPTIMIZERS:
             raise BadInputError(
-                f"attack '{self.name}': steps must be at least 0, restarts and assumed_length at least 1"
+                f"attack 'dlg': optimizer must be one of {', '.join(_OPTIMIZERS)}, got '{self.optimizer}'"
             )
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -56,7 +73,10 @@ class Dlg(Attack):
             assumed_length=self.assumed_length,
             keep_best=self.keep_best,
             what=self.name,
+            lbfgs=self.optimizer == "lbfgs",
+            learn_labels=self.learn_labels,
         )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
-        return int(STEP * self.steps * self.restarts)
+        each = _EVALUATIONS if self.optimizer == "lbfgs" else 1
+        return int(STEP * each * self.steps * self.restarts)

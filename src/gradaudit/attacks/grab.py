@@ -71,6 +71,12 @@ class Grab(Attack):
     restart_masks: bool = hyper(
         False, "draw masks anew each round, so that they cannot stay bent to a wrong text", source="ours"
     )
+    score_masks: int = hyper(
+        0,
+        "score texts under so many fresh masks; 0 scores them under those learned, which may be bent to a wrong text",
+        source="ours",
+        later=True,
+    )
     keep_best: bool = hyper(False, "best iterate instead of the last", source="the published code takes the last")
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
     anew: bool = hyper(True, "compute only the changed sentence of a candidate; False to compare speeds", source="ours")
@@ -78,12 +84,8 @@ class Grab(Attack):
     assumed_length: int = hyper(16, "sentence length when nothing tells it", unit="tokens", source="ours")
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "starts", "passes", "beam_width", "screen", "assumed_length"):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"attack 'grab': {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("steps", "permutations", "candidates"):
-            if getattr(self, name) < 0:
-                raise BadInputError(f"attack 'grab': {name} must be at least 0, got {getattr(self, name)}")
+        self._at_least(1, "rounds", "starts", "passes", "beam_width", "screen", "assumed_length")
+        self._at_least(0, "steps", "permutations", "candidates", "score_masks")
         if self.pool not in _POOLS:
             raise BadInputError(f"attack 'grab': pool must be one of {', '.join(_POOLS)}, got '{self.pool}'")
 
@@ -130,9 +132,10 @@ class _Run:
         self.labels = first_labels(seen, self.frame)
         dropout = seen.knowledge.dropout != 0.0 and how.learn_masks
         self.masks = Masks(len(self.frame.ids), rng) if dropout else None
-        self.of = Candidates(
-            self.objective, self.frame, self.labels.values, self.masks, how.screen, how.candidates
-        )  # fmt: skip
+        size = len(self.frame.ids)
+        self.fresh = [Masks(size, rng, learn=False) for _ in range(how.score_masks)] if self.masks is not None else []
+        scored = tuple(self.fresh) or (self.masks,)
+        self.of = Candidates(self.objective, self.frame, self.labels.values, scored, how.screen, how.candidates)
         self.open = seen.knowledge.lengths is None
         self.spent = 0
 
@@ -180,7 +183,10 @@ class _Run:
             "rng": self.rng.get_state(),
         }
         state |= {f"pool.{row}": torch.tensor(list(pool), dtype=torch.long) for row, pool in enumerate(pools)}
-        keep(state | (self.masks.values() if self.masks is not None else {}))
+        state |= self.masks.values() if self.masks is not None else {}
+        for n, masks in enumerate(self.fresh):
+            state |= masks.values(f"fresh{n}")
+        keep(state)
 
     def _taken_up(self, state: dict[str, Tensor]) -> tuple[Beam, list[dict[int, None]]]:
         """Take a run up again after its last finished round."""
@@ -190,6 +196,8 @@ class _Run:
         self.rng.set_state(state["rng"])
         if self.masks is not None:
             self.masks.put_back(state, device)
+        for n, masks in enumerate(self.fresh):
+            masks.put_back(state, device, f"fresh{n}")
         pools = [dict.fromkeys(state[f"pool.{row}"].tolist()) for row in range(len(self.frame.ids))]
         return Beam(state["ids"].to(device), float(state["loss"])), pools
 

@@ -21,8 +21,6 @@ from gradaudit.progress import step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
-_NORM = 1.4
-"""Norm of a start's word vectors, and of the mean that the regularizer asks for (LAMP, appendix A)."""
 _DISTANCES = {"cos": (1.0, 0.2), "l2+l1": (25.0, 60.0)}
 """Weights of the regularizer and of the language model, by distance (LAMP, section 5)."""
 
@@ -53,6 +51,12 @@ class Lamp(Attack):
     edits: int = hyper(200, "edits tried a sentence each time", source="section 5")
     every: int = hyper(75, "steps between edits; 200 for large models", source="section 5")
     large: bool = hyper(False, "AdamW, linear decay over twice the steps and clipping at 0.5", source="appendix A")
+    norm: float = hyper(
+        1.4,
+        "norm of a start's word vectors, and of the mean that the regularizer asks for; 0 takes the word table's mean",
+        source="appendix A, for BERT-base",
+        later=True,
+    )
     prior: str = hyper("", "causal language model that judges edits; empty for none", source="section 4.2")
     prior_weight: float = hyper(-1.0, "its weight; below 0 takes the paper's (0.2 for cos, 60 for l2+l1)")
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
@@ -62,12 +66,10 @@ class Lamp(Attack):
     def __post_init__(self) -> None:
         if self.distance not in _DISTANCES:
             raise BadInputError(f"attack 'lamp': distance must be 'cos' or 'l2+l1', got '{self.distance}'")
-        for name in ("starts", "every", "screen", "assumed_length"):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"attack 'lamp': {name} must be at least 1, got {getattr(self, name)}")
-        for name in ("steps", "permutations", "edits", "candidates"):
-            if getattr(self, name) < 0:
-                raise BadInputError(f"attack 'lamp': {name} must be at least 0, got {getattr(self, name)}")
+        self._at_least(1, "starts", "every", "screen", "assumed_length")
+        self._at_least(0, "steps", "permutations", "edits", "candidates")
+        if not self.norm >= 0:
+            raise BadInputError(f"attack 'lamp': norm must be at least 0, got {self.norm}")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         measured: Distance = Cosine() if self.distance == "cos" else SquaredL2(0.01)
@@ -75,9 +77,10 @@ class Lamp(Attack):
         frame = frame_of(seen, self.assumed_length)
         labels = first_labels(seen, frame)
         table, still = seen.model.word_vectors(), frame.fixed | ~frame.mask
-        of = Candidates(objective, frame, labels.values, None, self.screen, self.candidates)
+        of = Candidates(objective, frame, labels.values, (None,), self.screen, self.candidates)
+        norm = self.norm or float(table.norm(dim=1).mean())
         prior = load_model(ModelSpec(self.prior, "causal-lm"), table.device) if self.prior else None
-        start = self._start(of, table, still, rng)
+        start = self._start(of, table, still, norm, rng)
         learned = "softmax" if labels.learned else None
         first = torch.randn(labels.values.shape, generator=rng).to(table) if labels.learned else labels.values
         schedule = Schedule(
@@ -92,7 +95,7 @@ class Lamp(Attack):
         weight = _DISTANCES[self.distance][0]
 
         def loss(vectors: Tensor, targets: Tensor) -> Tensor:
-            away = vectors.norm(dim=-1).mean((-1, -2)) - _NORM
+            away = vectors.norm(dim=-1).mean((-1, -2)) - norm
             total: Tensor = objective(vectors, frame.mask, targets) + weight * away.square()
             return total
 
@@ -122,8 +125,8 @@ class Lamp(Attack):
         edits = self.edits * batch_size * (self.steps // self.every)
         return int(STEP * self.steps + CANDIDATE * (edits + self.starts + self.permutations))
 
-    def _start(self, of: Candidates, table: Tensor, still: Tensor, rng: torch.Generator) -> Tensor:
-        drawn = gaussian(of.frame, table, _NORM, self.starts, rng)
+    def _start(self, of: Candidates, table: Tensor, still: Tensor, norm: float, rng: torch.Generator) -> Tensor:
+        drawn = gaussian(of.frame, table, norm, self.starts, rng)
         chosen = drawn[int(of.best(drawn, 1)[0][0])]
         if self.permutations:
             some = torch.cat([chosen[None], reordered(chosen, permutations(still, self.permutations, rng))])

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.errors import BadInputError
 from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
 from gradaudit.leakage.matching import STEP
@@ -40,10 +39,8 @@ class Tag(Attack):
     keep_best: bool = hyper(False, "return the best iterate instead of the last", source="the papers take the last")
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.restarts < 1 or self.assumed_length < 1:
-            raise BadInputError(
-                f"attack '{self.name}': steps must be at least 0, restarts and assumed_length at least 1"
-            )
+        self._at_least(0, "steps")
+        self._at_least(1, "restarts", "assumed_length")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         return match(

@@ -215,10 +215,16 @@ class BeamSearch:
     def _bases(self, beams: list[Beam], row: int) -> dict[bytes, Base] | None:
         """Return what the sentences other than `row` add in each guess; None where all is computed anew."""
         size = len(self._of.frame.ids)
-        if size == 1 or not self._anew or self._of.objective.model.spec.task != "classification":
+        if (
+            size == 1
+            or not self._anew
+            or len(self._of.masks) > 1
+            or self._of.objective.model.spec.task != "classification"
+        ):
             return None
         rest = torch.tensor([r for r in range(size) if r != row], device=self._table.device)
-        masks = None if self._of.masks is None else self._of.masks.only(rest)
+        whole = self._of.masks[0]
+        masks = None if whole is None else whole.only(rest)
         found: dict[bytes, Base] = {}
         for beam in beams:
             others = _others(beam.ids, row)

@@ -25,7 +25,7 @@ class Candidates:
         objective: the distance to the update.
         frame: slots of the batch.
         labels: [B, ...] labels or distributions in force.
-        masks: dropout masks in force; None for none.
+        masks: dropout masks in force, None for none; of several, the mean of the distances under each.
         screen: rank on every so many-th row of each matrix first; 1 measures everything in full.
         together: guesses that go through the model together; 0 chooses by what is free.
     """
@@ -33,7 +33,7 @@ class Candidates:
     objective: Objective
     frame: Layout
     labels: Tensor
-    masks: Masks | None = None
+    masks: tuple[Masks | None, ...] = (None,)
     screen: int = 8
     together: int = 0
     evaluations: int = field(default=0, init=False)
@@ -57,17 +57,19 @@ class Candidates:
             base: what the others add, with `row`.
         """
         pick = slice(None) if row is None else torch.tensor([row], device=vectors.device)
-        labels, masks = self.labels[pick], self.masks
-        if masks is not None and row is not None:
-            masks = masks.only(torch.tensor([row], device=vectors.device))
+        labels = self.labels[pick]
         size = self.together or self._fitting(vectors)
         found = []
         for at in range(0, len(vectors), size):
             part = vectors[at : at + size]
             shown = self.frame.mask[pick] if mask is None else mask[at : at + size]
             targets = labels.expand(len(part), *labels.shape)
-            found.append(self.objective(part, shown, targets, masks, base, thin))
-        self.evaluations += len(vectors)
+            under = [
+                self.objective(part, shown, targets, masks.only(pick) if masks is not None else None, base, thin)
+                for masks in self.masks
+            ]
+            found.append(torch.stack(under).mean(0))
+        self.evaluations += len(vectors) * len(self.masks)
         return torch.cat(found)
 
     def best(self, vectors: Tensor, keep: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

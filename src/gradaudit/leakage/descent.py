@@ -53,12 +53,14 @@ class Point:
         labels: [N, B, ...] labels or distributions in force there.
         loss: [N] loss there.
         evaluations: steps spent, all candidates counted.
+        masks: dropout masks in force there, where they were kept.
     """
 
     embeddings: Tensor
     labels: Tensor
     loss: Tensor
     evaluations: int
+    masks: list[Tensor] | None = None
 
 
 class Descent:
@@ -108,16 +110,24 @@ class Descent:
         return torch.where(self._still, self._start, self._free).detach()
 
     @torch.no_grad()
+    def take_masks(self, values: list[Tensor]) -> None:
+        """Put masks back that a point kept."""
+        assert self._masks is not None
+        for mask, value in zip(self._masks.variables(), values, strict=True):
+            mask.copy_(value)
+
+    @torch.no_grad()
     def put(self, vectors: Tensor) -> None:
         """Go on from other word vectors, with the optimizer's memory kept."""
         self._free.copy_(vectors)
 
-    def step(self, loss: Loss) -> Point:
-        """Make one step; returns the point that was left."""
+    def step(self, loss: Loss, keep_masks: bool = False) -> Point:
+        """Make one step; returns the point that was left, with a copy of its masks if wanted."""
         vectors = torch.where(self._still, self._start, self._free)
         labels = self.labels
         value = loss(vectors, labels)
-        left = Point(vectors.detach(), labels.detach().clone(), value.detach(), len(value))
+        kept = [m.detach().clone() for m in self._masks.variables()] if keep_masks and self._masks is not None else None
+        left = Point(vectors.detach(), labels.detach().clone(), value.detach(), len(value), kept)
         wanted = self._wanted()
         for variable, slope in zip(
             wanted, torch.autograd.grad(value.sum(), wanted, allow_unused=True, materialize_grads=True), strict=True
@@ -159,16 +169,24 @@ def minimize(descent: Descent, loss: Loss, steps: int, *, keep_best: bool, what:
         descent: where to start, and how.
         loss: what to minimize.
         steps: how many.
-        keep_best: return the best iterate instead of the last (a candidate each).
+        keep_best: return the best iterate instead of the last (a candidate each), and leave the masks, which all
+            share, as they were at the best of them.
         what: name for the progress bar.
     """
     best: Point | None = None
+    least = torch.inf
+    masks: list[Tensor] | None = None
     for _ in track(range(steps), what):
-        best = better(best, descent.step(loss))
+        left = descent.step(loss, keep_masks=keep_best)
+        if float(left.loss.min()) < least:
+            least, masks = float(left.loss.min()), left.masks
+        best = better(best, left)
     with torch.no_grad():
         value = loss(descent.vectors, descent.labels)
     last = Point(descent.vectors, descent.labels.detach().clone(), value, len(value))
     chosen = better(best, last) if keep_best else last
+    if masks is not None and least <= float(last.loss.min()):
+        descent.take_masks(masks)
     return replace(chosen, evaluations=(steps + 1) * len(value))
 
 
@@ -184,3 +202,59 @@ def better(best: Point | None, new: Point) -> Point:
     return Point(
         pick(new.embeddings, best.embeddings), pick(new.labels, best.labels), torch.minimum(new.loss, best.loss), 0
     )
+
+
+def by_lbfgs(starts: Tensor, still: Tensor, labels: Tensor, learn: bool, loss: Loss, steps: int, *, what: str) -> Point:
+    """Return where torch's L-BFGS ends from each start, one after the other: they share no curvature.
+
+    Args:
+        starts: [N, B, T, d] word vectors.
+        still: [B, T] bool, slots that stay as they start.
+        labels: [N, B, ...] labels in force, or logits of distributions to learn.
+        learn: whether they are learned.
+        loss: what to minimize.
+        steps: of the optimizer, each of up to 20 evaluations (its default).
+        what: name for the progress bar.
+    """
+    ends = [
+        _one_by_lbfgs(s[None], still, y[None], learn, loss, steps, what) for s, y in zip(starts, labels, strict=True)
+    ]
+    return Point(
+        torch.cat([p.embeddings for p in ends]),
+        torch.cat([p.labels for p in ends]),
+        torch.cat([p.loss for p in ends]),
+        sum(p.evaluations for p in ends),
+    )
+
+
+def _one_by_lbfgs(
+    start: Tensor, still: Tensor, labels: Tensor, learn: bool, loss: Loss, steps: int, what: str
+) -> Point:
+    free, logits = start.detach().clone().requires_grad_(), labels.detach().clone()
+    wanted = [free, logits.requires_grad_()] if learn else [free]
+    optimizer: torch.optim.Optimizer = torch.optim.LBFGS(wanted)
+    spent = 0
+
+    def point() -> Point:
+        vectors = torch.where(still[..., None], start, free)
+        shown = logits.softmax(-1) if learn else logits
+        return Point(vectors, shown, loss(vectors, shown), spent)
+
+    def closure() -> float:
+        nonlocal spent
+        spent += 1
+        total = point().loss.sum()
+        slopes = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+        for variable, slope in zip(wanted, slopes, strict=True):
+            variable.grad = slope
+        return float(total.detach())
+
+    for _ in track(range(steps), what):
+        before = spent
+        optimizer.step(closure)
+        if spent - before <= 1:
+            break  # flat to the optimizer: where it stands is where it stays
+    with torch.no_grad():
+        spent += 1
+        end = point()
+    return Point(end.embeddings.detach(), end.labels.detach(), end.loss, end.evaluations)

@@ -1,4 +1,4 @@
-"""The loop that DLG and TAG share: one start, Adam, nearest tokens at the end."""
+"""The loop that DLG and TAG share: Gaussian starts, Adam or L-BFGS, nearest tokens at the end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from gradaudit.leakage.descent import Descent, Schedule, minimize
+from gradaudit.leakage.descent import Descent, Schedule, by_lbfgs, minimize
 from gradaudit.leakage.distances import Distance
-from gradaudit.leakage.labels import analytic_label
-from gradaudit.leakage.layout import Layout, layout
+from gradaudit.leakage.guess import FirstLabels, first_labels
+from gradaudit.leakage.layout import layout
 from gradaudit.leakage.matching import Objective, nearest_tokens
 from gradaudit.types import Observation, Reconstruction
 
@@ -25,6 +25,8 @@ def match(
     assumed_length: int,
     keep_best: bool,
     what: str,
+    lbfgs: bool = False,
+    learn_labels: bool = False,
 ) -> Reconstruction:
     """Recover a batch by minimizing a distance between updates from Gaussian starts.
 
@@ -34,27 +36,34 @@ def match(
         seen: the observation; knowledge must hold the batch size.
         rng: random stream of the starts.
         distance: between predicted and observed tensors.
-        steps: Adam steps.
+        steps: of the optimizer.
         learning_rate: Adam's.
         restarts: independent starts, minimized together; the lowest distance wins.
         assumed_length: tokens a sentence when neither lengths nor position rows are known.
         keep_best: take the best iterate instead of the last.
         what: name for the progress bar.
+        lbfgs: torch's L-BFGS with its defaults in place of Adam, the starts in turn; steps are its own.
+        learn_labels: learn labels even where they are given or can be read.
     """
-    given_label = analytic_label(seen)
     objective = Objective(seen, distance)
     frame = layout(seen, assumed_length)
     model, table = seen.model, seen.model.word_vectors()
     shape = (restarts, *frame.ids.shape, table.shape[1])
     noise = torch.randn(shape, generator=rng).to(table)
     start = torch.where(frame.fixed[None, :, :, None], table[frame.ids][None], noise)
-    labels, learn = _labels(seen, frame, given_label, restarts, rng)
-    descent = Descent(
-        start, frame.fixed | ~frame.mask, labels, "softmax" if learn else None, Schedule(steps, learning_rate)
-    )
-    found = minimize(
-        descent, lambda vectors, targets: objective(vectors, frame.mask, targets), steps, keep_best=keep_best, what=what
-    )
+    first = first_labels(seen, frame)
+    learn = first.learned or learn_labels
+    labels = _labels(first, restarts, learn, seen, rng)
+    still = frame.fixed | ~frame.mask
+
+    def loss(vectors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return objective(vectors, frame.mask, targets)
+
+    if lbfgs:
+        found = by_lbfgs(start, still, labels, learn, loss, steps, what=what)
+    else:
+        descent = Descent(start, still, labels, "softmax" if learn else None, Schedule(steps, learning_rate))
+        found = minimize(descent, loss, steps, keep_best=keep_best, what=what)
     best = int(found.loss.argmin())
     ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
     ids = torch.where(frame.fixed, frame.ids, ids)
@@ -70,24 +79,16 @@ def match(
     if model.spec.task == "classification":
         final = found.labels[best]
         classes = tuple(int(y) for y in (final.argmax(-1) if final.dim() > 1 else final))
-        details["labels"] = (
-            "given" if seen.knowledge.labels is not None else ("learned" if learn else "read from the output layer")
-        )
+        details["labels"] = "learned" if learn else first.how
     return Reconstruction(sequences=frame.sequences(ids), labels=classes, notes=tuple(notes), details=details)
 
 
-def _labels(
-    seen: Observation, frame: Layout, single: int | None, restarts: int, rng: torch.Generator
-) -> tuple[torch.Tensor, bool]:
-    """Return [restarts, B] labels that are known, or starting logits to learn, and which of the two."""
-    size, longest = frame.ids.shape
-    device = frame.ids.device
-    model, known = seen.model, seen.knowledge.labels
-    if model.spec.task == "causal-lm":
-        # the text is its own label: a distribution over the vocabulary a position, learned beside the vectors
-        return 0.01 * torch.randn(restarts, size, longest, model.vocabulary_size, generator=rng).to(device), True
-    if known is None and single is not None:
-        known = (single,)
-    if known is not None:
-        return torch.tensor(known, device=device).expand(restarts, size), False
-    return torch.randn(restarts, size, model.spec.labels, generator=rng).to(device), True
+def _labels(first: FirstLabels, restarts: int, learn: bool, seen: Observation, rng: torch.Generator) -> torch.Tensor:
+    """Return [restarts, B, ...] labels in force, or logits to start learning them from."""
+    values = first.values
+    if not learn:
+        return values.expand(restarts, *values.shape)
+    # text's own labels, a distribution over the vocabulary a position, start close to even
+    scale = 0.01 if seen.model.spec.task == "causal-lm" else 1.0
+    shape = (*values.shape, seen.model.spec.labels) if values.dim() == 1 else values.shape
+    return scale * torch.randn((restarts, *shape), generator=rng).to(values.device)

@@ -41,21 +41,21 @@ class Masks:
 
         return act
 
-    def only(self, rows: Tensor) -> Masks:
+    def only(self, rows: Tensor | slice) -> Masks:
         """Return the masks of some sentences of the batch, sharing their values."""
         part = Masks(self._size, self._rng, self._learn)
         part._sites, part._rows = self._sites, rows
         return part
 
-    def values(self) -> dict[str, Tensor]:
-        """Return the masks by site, to be kept."""
-        return {f"mask.{site}": mask.detach() for site, mask in self._sites.items()}
+    def values(self, name: str = "mask") -> dict[str, Tensor]:
+        """Return the masks by site, to be kept under a name."""
+        return {f"{name}.{site}": mask.detach() for site, mask in self._sites.items()}
 
-    def put_back(self, values: dict[str, Tensor], device: torch.device) -> None:
+    def put_back(self, values: dict[str, Tensor], device: torch.device, name: str = "mask") -> None:
         """Take masks up again that were kept."""
-        sites = sorted(int(name.removeprefix("mask.")) for name in values if name.startswith("mask."))
+        sites = sorted(int(key.removeprefix(f"{name}.")) for key in values if key.startswith(f"{name}."))
         for site in sites:  # in their order: a restart draws them one after the other
-            self._sites[site] = values[f"mask.{site}"].to(device).requires_grad_(self._learn)
+            self._sites[site] = values[f"{name}.{site}"].to(device).requires_grad_(self._learn)
 
     def variables(self) -> list[Tensor]:
         """Return the masks that can be learned, site by site; empty before the first pass."""

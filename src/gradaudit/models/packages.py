@@ -90,8 +90,11 @@ def _fresh_folder(target: Path) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         yield work
-        if not target.exists():
+        try:
             work.rename(target)
+        except OSError:
+            if not target.exists():  # another process was first: its folder is as good
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
