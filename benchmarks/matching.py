@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/matching.py order
 
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
-unknown (labels and lengths). All cells of a group spend about as many gradient evaluations (a step with double backward
+unknown (labels and lengths), partial (parts of the gradient, dropout off). All cells of a group spend about as many gradient evaluations (a step with double backward
 counts three); paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each attack.
 Records go to out/benchmarks. Failures count 0.
 """
@@ -37,6 +37,8 @@ LAMP: dict[str, Any] = {
 TAG: dict[str, Any] = {"name": "tag"}
 DLG: dict[str, Any] = {"name": "dlg"}
 NO_MASKS = {"learn_masks": False}
+# a third of it for curves, whose points are compared with one another only
+CURVE = GRAB | {"steps": 250, "decay": 0.89**8}
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Cell:
         published: ROUGE-L in the paper (BERT-base, full budget), if any.
         defense: [[defense]] tables.
         knowledge: the [knowledge] table.
+        tensors: which gradients are seen.
     """
 
     title: str
@@ -62,6 +65,7 @@ class Cell:
     published: str = ""
     defense: tuple[dict[str, Any], ...] = ()
     knowledge: dict[str, bool] = field(default_factory=lambda: {"labels": True, "lengths": True})
+    tensors: str = "all"
 
     def case(self) -> dict[str, Any]:
         """The case file's content."""
@@ -70,6 +74,7 @@ class Cell:
             "model": "minilm",
             "data": DATA["cola"] | {"shuffle_seed": 101, "batch_size": self.size, "batches": self.batches},
             "client": self.client,
+            "selection": {"tensors": self.tensors},
             "knowledge": self.knowledge,
             "defense": list(self.defense),
             "attack": self.attack,
@@ -104,7 +109,7 @@ def benchmark() -> list[Cell]:
 def dropout() -> list[Cell]:
     """Rising dropout rates, masks learned and not."""
     return [
-        Cell(f"dropout {p:g}, {'masks learned' if learn else 'no masks'}", GRAB | {"learn_masks": learn}, 1, 8,
+        Cell(f"dropout {p:g}, {'masks learned' if learn else 'no masks'}", CURVE | {"learn_masks": learn}, 1, 8,
              PRACTICAL | {"dropout_rate": p})
         for p in (0.1, 0.2, 0.3, 0.4) for learn in (True, False)
     ]  # fmt: skip
@@ -114,7 +119,7 @@ def pruning() -> list[Cell]:
     """Grab's random pruning, matched on its support and not."""
     values = {0.75: "78.8", 0.9: "80.8", 0.95: "78.0", 0.99: "75.4"}
     return [
-        Cell(f"pruned {r:g}, counter {'on' if c else 'off'}", GRAB | {"counter": c}, 1, 8, PRACTICAL,
+        Cell(f"pruned {r:g}, counter {'on' if c else 'off'}", CURVE | {"counter": c}, 1, 8, PRACTICAL,
              v if c else "", ({"name": "random-pruning", "rate": r},))
         for r, v in values.items() for c in (True, False)
     ]  # fmt: skip
@@ -123,25 +128,36 @@ def pruning() -> list[Cell]:
 def noise() -> list[Cell]:
     """Grab's noise on normalized tensors, the guess normalized and not."""
     return [
-        Cell(f"noise {s:g}, counter {'on' if c else 'off'}", GRAB | {"counter": c}, 1, 8,
+        Cell(f"noise {s:g}, counter {'on' if c else 'off'}", CURVE | {"counter": c}, 1, 8,
              defense=({"name": "normalized-gaussian", "sigma": s},))
         for s in (0.001, 0.005, 0.01, 0.05) for c in (True, False)
     ]  # fmt: skip
 
 
 def unknown() -> list[Cell]:
-    """Labels and lengths known and not, B = 2 (Grab's Table 5)."""
+    """Labels and lengths known and not, B = 2 (Grab's Table 5); the longest length is known, as there."""
     values = {(True, True): "69.0", (False, True): "67.4", (True, False): "72.3", (False, False): "68.9"}
     return [
         Cell(f"labels {'known' if y else 'unknown'}, lengths {'known' if n else 'unknown'}", GRAB, 2, 8,
-             published=value, knowledge={"labels": y, "lengths": n})
+             published=value, knowledge={"labels": y, "lengths": n, "longest": not n})
         for (y, n), value in values.items()
     ]  # fmt: skip
 
 
+PARTS = {
+    "all": ("all", "80.0"), "encoder": ("*:*", "80.4"), "layer 1": ("0:*", "58.7"), "q1": ("0:q", "65.0"),
+    "k1": ("0:k", "66.0"), "v1": ("0:v", "57.3"), "o1": ("0:o", "57.0"), "f1": ("0:f", "54.0"), "p1": ("0:p", "58.4"),
+}  # fmt: skip
+
+
+def partial() -> list[Cell]:
+    """Parts of the gradient, LAMP by cosine, dropout off (partial gradients, EMNLP 2024)."""
+    return [Cell(f"lamp cos, {n}", LAMP, 1, 8, OFF, value, tensors=part) for n, (part, value) in PARTS.items()]
+
+
 GROUPS = {
     "order": order, "order2": order2, "benchmark": benchmark, "dropout": dropout, "pruning": pruning, "noise": noise,
-    "unknown": unknown,
+    "unknown": unknown, "partial": partial,
 }  # fmt: skip
 
 
@@ -157,8 +173,8 @@ def table(cells: list[Cell], records: list[list[Record]]) -> str:
     """Return the group's table: means with intervals, and each row's paired difference to the next."""
     done = min(map(len, records))
     lines = [
-        "| attack | batches | ROUGE-1 | ROUGE-2 | ROUGE-L | minus the next row's, paired | blind R-L | evaluations "
-        "| median s | published R-L |\n" + "|---" * 10 + "|"
+        "| attack | share of parameters, rank | batches | ROUGE-1 | ROUGE-2 | ROUGE-L | minus the next row's, paired "
+        "| blind R-L | evaluations | median s | published R-L |\n" + "|---" * 11 + "|"
     ]
     for n, (cell, found) in enumerate(zip(cells, records, strict=True)):
         some = found[:done]
@@ -170,8 +186,10 @@ def table(cells: list[Cell], records: list[list[Record]]) -> str:
         # a step of the harness attacks is counted once in their records, and three times here
         spent *= 3 if cell.attack["name"] in ("tag", "dlg") else 1
         means = " | ".join(f"{statistics.mean(score[k]):.1f}" for k in ("rouge1", "rouge2"))
+        ranks = [r.spectrum.rank for r in some if r.spectrum is not None]
+        seen = f"{100 * some[0].share_of_parameters:.1f}%" + (f", {statistics.mean(ranks):.0f}" if ranks else "")
         lines.append(
-            f"| {cell.title} | {done} | {means} | {interval(score['rougeL'])} | {interval(pairs) if pairs else ''} "
+            f"| {cell.title} | {seen} | {done} | {means} | {interval(score['rougeL'])} | {interval(pairs) if pairs else ''} "
             f"| {blind:.1f} | {spent:.0f} | {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
         )
     return "\n".join(lines) + "\n"

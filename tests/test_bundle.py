@@ -195,12 +195,23 @@ def test_a_manifest_that_is_none(made, text: str):
         bundle.load_bundle(folder)
 
 
-def test_knowledge_of_another_kind_is_refused(made):
+@pytest.mark.parametrize(
+    ("entry", "value", "said"),
+    [
+        ("secret", 1, "unknown entry 'secret'"),
+        ("lengths", ["x"], "lengths.0"),
+        ("longest", "long", "longest"),
+        ("longest", 0, "longest must be at least 1"),
+        ("lengths", [3, -1], "lengths must be at least 1"),
+        ("training", {"optimizer": "sgd", "lr": 1}, "training"),
+    ],
+)
+def test_knowledge_of_another_kind_is_refused(made, entry, value, said):
     folder, _, _ = made
     manifest = json.loads((folder / bundle.MANIFEST).read_text())
-    manifest["knowledge"]["secret"] = 1
+    manifest["knowledge"][entry] = value
     (folder / bundle.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BadInputError, match="knowledge"):
+    with pytest.raises(BadInputError, match=said):
         bundle.load_bundle(folder).observation(Selection("all"))
 
 

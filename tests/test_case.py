@@ -146,6 +146,8 @@ def test_a_field_that_came_later_changes_the_hash_only_where_it_is_set(write):
     case = {"attack": {"name": "lamp"}}
     assert "norm" not in identity(parse_case(case).build_attack())
     base = parse_case(case).content_hash()
+    assert parse_case(case | {"knowledge": {"longest": False}}).content_hash() == base
+    assert parse_case(case | {"knowledge": {"longest": True}}).content_hash() != base
     assert parse_case({"attack": {"name": "lamp", "norm": 1.4}}).content_hash() == base
     assert parse_case({"attack": {"name": "lamp", "norm": 1.0}}).content_hash() != base
 

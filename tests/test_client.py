@@ -221,9 +221,9 @@ def test_knowledge_is_what_is_given_and_nothing_else(load):
     model = load("bert")
     client, batch = Client(model, dropout=True), batch_of(model, sentences((4, 6), 1))
     update = update_of(client, batch)
-    names = ("batch_size", "lengths", "labels", "training", "dropout", "defenses")
+    names = ("batch_size", "lengths", "labels", "training", "dropout", "defenses", "longest")
     nothing = dict.fromkeys(names, False)
-    values = (2, (6, 8), (0, 1), LocalTraining(), 0.1, ())
+    values = (2, (6, 8), (0, 1), LocalTraining(), 0.1, (), 8)
     assert client.knowledge(batch, update, Given(**nothing)).given() == {}
     for name, value in zip(names, values, strict=True):
         known = client.knowledge(batch, update, Given(**nothing | {name: True}))

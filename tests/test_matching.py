@@ -354,6 +354,8 @@ def test_layout_shows_what_is_known(load, family):
     assert layout(blind, assumed_length=9).mask.sum(1).tolist() == [longest or 9] * 2
     hidden = replace(blind, tensors={"0.q": blind.role(0, "q")[0]}, views={})
     assert layout(hidden, assumed_length=9).mask.sum(1).tolist() == [9, 9]
+    told = replace(hidden, knowledge=replace(hidden.knowledge, longest=7))
+    assert layout(told, assumed_length=9).mask.sum(1).tolist() == [7, 7]
     assert int(layout(hidden, assumed_length=9).fixed.sum()) == 2 * len(model.special.prefix)
 
 

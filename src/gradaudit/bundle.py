@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -267,19 +267,25 @@ def read_knowledge(data: Mapping[str, Any]) -> Knowledge:
     """Return a manifest's knowledge.
 
     Raises:
-        BadInputError: entries of another kind.
+        BadInputError: entries of another kind, or below what they can be.
     """
+    training = data.get("training")
+    named = set(training) if isinstance(training, dict) else set()
+    strange = sorted(set(data) - set(Knowledge.__dataclass_fields__))
+    strange += sorted(f"training.{name}" for name in named - set(LocalTraining.__dataclass_fields__))
+    if strange:
+        raise BadInputError(f"the manifest's knowledge is not understood (unknown entry '{strange[0]}')")
     try:
-        values = dict(data)
-        training = values.get("training")
-        if training is not None:
-            values["training"] = LocalTraining(**training)
-        for key in ("lengths", "labels", "defenses"):
-            if values.get(key) is not None:
-                values[key] = tuple(values[key])
-        return Knowledge(**values)
-    except TypeError as error:
-        raise BadInputError(f"the manifest's knowledge is not understood ({error})") from None
+        known = TypeAdapter(Knowledge).validate_python(dict(data))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadInputError(f"the manifest's knowledge is not understood ({where}: {first['msg']})") from None
+    counts = {"batch_size": (known.batch_size,), "longest": (known.longest,), "lengths": known.lengths or ()}
+    for name, values in counts.items():
+        if any(value is not None and value < 1 for value in values):
+            raise BadInputError(f"the manifest's knowledge is not understood ({name} must be at least 1)")
+    return known
 
 
 def _told(folder: Path, findings: list[Finding]) -> str:

@@ -55,6 +55,7 @@ class KnowledgeTable(_Table):
 
     batch_size: bool = Field(default=True, description="number of sentences")
     lengths: bool = Field(default=False, description="tokens of each sentence")
+    longest: bool = Field(default=False, description="tokens of the longest sentence")
     labels: bool = Field(default=False, description="class labels")
     training: bool = Field(default=True, description="optimizer, learning rate, epochs, minibatch")
     dropout: bool = Field(default=True, description="the dropout rate")
@@ -150,6 +151,8 @@ class Case(_Table):
         data["defense"] = [json.loads(json.dumps(identity(d))) for d in self.build_defenses()]
         if data["client"]["dropout_rate"] is None:
             del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
+        if not data["knowledge"]["longest"]:
+            del data["knowledge"]["longest"]  # the same
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

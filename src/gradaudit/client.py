@@ -111,6 +111,7 @@ class Client:
         return Knowledge(
             batch_size=len(batch.ids) if given.batch_size else None,
             lengths=tuple(len(s) for s in batch.sequences()) if given.lengths else None,
+            longest=max(len(s) for s in batch.sequences()) if given.longest else None,
             labels=labels if given.labels else None,
             training=update.training if given.training else None,
             dropout=update.dropout if given.dropout else None,

@@ -99,6 +99,7 @@ class Knowledge:
     Args:
         batch_size: number of sentences.
         lengths: real tokens of each sentence, special tokens included.
+        longest: real tokens of the longest sentence.
         labels: class label of each sentence.
         training: the client's optimizer, learning rate, epochs and minibatch.
         dropout: the dropout rate in force (0.0: off).
@@ -111,6 +112,7 @@ class Knowledge:
     training: LocalTraining | None = None
     dropout: float | None = None
     defenses: tuple[Mapping[str, Any], ...] | None = None
+    longest: int | None = None
 
     def given(self) -> dict[str, Any]:
         """Return what is known, by name, in plain types."""
@@ -130,6 +132,7 @@ class Given:
     training: bool = True
     dropout: bool = True
     defenses: bool = True
+    longest: bool = False
 
 
 @dataclass(frozen=True)

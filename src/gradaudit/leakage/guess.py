@@ -36,7 +36,9 @@ def frame_of(seen: Observation, assumed_length: int) -> Layout:
         assumed_length: tokens a sentence when nothing tells.
     """
     one_gradient = seen.kind == "gradient"  # every local step would add directions of its own
-    if one_gradient and seen.knowledge.lengths is None and seen.knowledge.batch_size == 1 and seen.knowledge.dropout:
+    known = seen.knowledge
+    untold = known.lengths is None and known.longest is None
+    if one_gradient and untold and known.batch_size == 1 and known.dropout:
         first = span(seen, 0)
         # with dropout on every row is one direction of its own
         if first is not None and first.rank < min(0.5 * seen.model.width, seen.model.max_length):

@@ -22,6 +22,7 @@ SCORE_NAMES: Mapping[str, str] = {
 KNOWLEDGE: Mapping[str, str] = {
     "batch_size": "how many sentences the client trained on",
     "lengths": "how long each sentence is, in tokens",
+    "longest": "how long the longest sentence is, in tokens",
     "labels": "the class label of each sentence",
     "training": "the client’s optimizer, learning rate and steps",
     "dropout": "the dropout rate in force",
