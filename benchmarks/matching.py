@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/matching.py order
 
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
-unknown (labels and lengths), partial (parts of the gradient, dropout off). All cells of a group spend about as many gradient evaluations (a step with double backward
-counts three); paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each attack.
-Records go to out/benchmarks. Failures count 0.
+unknown (labels and lengths), partial (parts of the gradient, dropout off). All cells of a group spend about as many
+gradient evaluations (a step with double backward counts three); paper budgets are in cases/. Batch by batch, so that a
+group that is stopped has as many of each attack. Records go to out/benchmarks. Failures count 0.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ def table(cells: list[Cell], records: list[list[Record]]) -> str:
         ranks = [r.spectrum.rank for r in some if r.spectrum is not None]
         seen = f"{100 * some[0].share_of_parameters:.1f}%" + (f", {statistics.mean(ranks):.0f}" if ranks else "")
         lines.append(
-            f"| {cell.title} | {seen} | {done} | {means} | {interval(score['rougeL'])} | {interval(pairs) if pairs else ''} "
-            f"| {blind:.1f} | {spent:.0f} | {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
+            f"| {cell.title} | {seen} | {done} | {means} | {interval(score['rougeL'])} "
+            f"| {interval(pairs) if pairs else ''} | {blind:.1f} | {spent:.0f} | {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
         )
     return "\n".join(lines) + "\n"
 
