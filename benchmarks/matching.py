@@ -190,7 +190,8 @@ def table(cells: list[Cell], records: list[list[Record]]) -> str:
         seen = f"{100 * some[0].share_of_parameters:.1f}%" + (f", {statistics.mean(ranks):.0f}" if ranks else "")
         lines.append(
             f"| {cell.title} | {seen} | {done} | {means} | {interval(score['rougeL'])} "
-            f"| {interval(pairs) if pairs else ''} | {blind:.1f} | {spent:.0f} | {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
+            f"| {interval(pairs) if pairs else ''} | {blind:.1f} | {spent:.0f} "
+            f"| {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
         )
     return "\n".join(lines) + "\n"
 
