@@ -24,6 +24,7 @@ from exact_decoding import DATA, OFF, PRACTICAL, commit
 
 from gradaudit.audit import pick_device, prepare, run
 from gradaudit.case import parse_case
+from gradaudit.leakage.compiled import compiling
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.record import Record
 
@@ -205,7 +206,14 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=0, help="stop after so many batches; 0 for all")
     parser.add_argument("--rows", default="", help="run only these rows, as 0,1, and write no table")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", action="store_true", help="compile the steps")
     given = parser.parse_args()
+    with compiling(given.compile):
+        measure(given)
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Run the cells of the groups that were asked for."""
     device = pick_device(given.device)
     threads = os.environ.get("OMP_NUM_THREADS")
     command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)

@@ -26,6 +26,12 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU when there is one.")]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile", help="Compile the steps of a matching attack: a minute or two once, then faster steps (needs g++)."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines on standard output, and nothing else there.")]
 ShowText = Annotated[bool, typer.Option("--show-text", help="Show the private text; it is redacted otherwise.")]
 
@@ -75,6 +81,7 @@ def run(
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. attack.steps=100.")
     ] = [],  # noqa: B006 - typer's way
     device: Device = "auto",
+    compile_: Compile = False,
     as_json: Json = False,
     show_text: ShowText = False,
     fail_on: Annotated[list[str], typer.Option(metavar="SCORE>VALUE", help="Exit 1 when a mean score crosses.")] = [],  # noqa: B006
@@ -82,6 +89,7 @@ def run(
     """Run a case: attack every batch, judge it, write records and a report. Run again to go on after a stop."""
     from gradaudit import audit
     from gradaudit.case import load_case
+    from gradaudit.leakage.compiled import compiling
     from gradaudit.metrics.summary import summarize
     from gradaudit.progress import step
     from gradaudit.report.render import render
@@ -93,7 +101,7 @@ def run(
     place = audit.pick_device(device)
     records = []
     try:
-        with progress_bars(err, quiet=as_json):
+        with progress_bars(err, quiet=as_json), compiling(compile_):
             ready = audit.prepare(case, case_file.resolve().parent, place)
             for record in audit.run(ready, folder):
                 records.append(record)
@@ -135,15 +143,17 @@ def attack(
     model: Annotated[str | None, typer.Option(help="Model to use in place of the one the bundle names.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack's random stream.")] = 0,
     device: Device = "auto",
+    compile_: Compile = False,
     as_json: Json = False,
 ) -> None:
     """Attack an update bundle that you are entitled to examine; no truth is needed."""
     from gradaudit import examine
     from gradaudit.audit import pick_device
+    from gradaudit.leakage.compiled import compiling
     from gradaudit.terminal import harmless, progress_bars
 
     place = pick_device(device)
-    with progress_bars(err, quiet=as_json):
+    with progress_bars(err, quiet=as_json), compiling(compile_):
         found = examine.examine(bundle, name, set_, selection, model, seed, place)
     for warning in found.warnings:
         err.print(f"[yellow]note:[/yellow] {escape(warning)}")

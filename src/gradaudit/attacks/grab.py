@@ -288,7 +288,7 @@ class _Run:
             "distance": best.loss,
             "gradient_evaluations": self.spent + self.of.evaluations,
             "rounds": rounds,
-            "matched_tensors": self.objective.tensors,
+            **self.objective.details(),
             "labels": self.labels.how,
         }
         if self.masks is not None:

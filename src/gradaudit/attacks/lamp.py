@@ -116,7 +116,7 @@ class Lamp(Attack):
         details: dict[str, Any] = {
             "distance": float(best.loss[0]),
             "gradient_evaluations": 3 * (self.steps + 1) + of.evaluations,
-            "matched_tensors": objective.tensors,
+            **objective.details(),
             "labels": labels.how,
         }
         return Reconstruction(frame.sequences(ids), classes, details=details)

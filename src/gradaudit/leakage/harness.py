@@ -70,7 +70,7 @@ def match(
     details: dict[str, Any] = {
         "distance": float(found.loss[best]),
         "gradient_evaluations": found.evaluations,
-        "matched_tensors": objective.tensors,
+        **objective.details(),
     }
     how, notes = seen.knowledge.training, []
     if seen.kind == "delta" and how is not None and how.steps(len(frame.ids)) > 1:

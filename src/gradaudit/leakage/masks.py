@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,17 @@ class Masks:
             return (parts * (kept / (1 - rate))).view_as(inner)
 
         return act
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are the masks of all sentences."""
+        return isinstance(self._rows, slice)
+
+    def holding(self, values: Sequence[Tensor]) -> Masks:
+        """Return masks with these values at the sites that were met, in their order."""
+        other = Masks(self._size, self._rng, self._learn)
+        other._sites = dict(zip(self._sites, values, strict=True))
+        return other
 
     def only(self, rows: Tensor | slice) -> Masks:
         """Return the masks of some sentences of the batch, sharing their values."""

@@ -7,13 +7,15 @@ by them (`leakage.factored`): nothing of the model's size stays in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.compiled import distance_by_compiled_step, why_not
 from gradaudit.leakage.distances import Distance
 from gradaudit.leakage.factored import Observed, Product, gradient, of_products, of_whole
 from gradaudit.leakage.masks import Masks
@@ -83,6 +85,7 @@ class Objective:
 
     def __init__(self, seen: Observation, distance: Distance) -> None:
         self.model, self.distance = seen.model, distance
+        self.compiled = ""
         self._causal = seen.model.spec.task == "causal-lm"
         self._rate = seen.knowledge.dropout or None
         hidden = word_gradient_hidden(seen)
@@ -120,6 +123,10 @@ class Objective:
     def _target(self, values: Tensor) -> Observed:
         return Observed(values, -values if self.distance.differs else None, values.square().sum())
 
+    def details(self) -> dict[str, Any]:
+        """Return what goes into a record: how many tensors, and whether steps were compiled where that was asked."""
+        return {"matched_tensors": self._count} | ({"compiled": self.compiled} if self.compiled else {})
+
     @property
     def tensors(self) -> int:
         """How many tensors are matched."""
@@ -147,20 +154,58 @@ class Objective:
         learning = torch.is_grad_enabled()
         if learning and thin > 1:
             raise ValueError("an estimate has no slope: use thin under torch.no_grad")
+        if learning and base is None and not self._causal:
+            found = distance_by_compiled_step(self, embeddings, mask, labels, masks)
+            if found is not None:
+                value, self.compiled = found
+                return value
+            self.compiled = why_not(self.model)
+        observed = [part.observed for part in self._parts] if base is None else list(base.observed)
+        return self._measured(embeddings, mask, labels, masks, observed, base, thin)
+
+    def structure(self) -> Hashable:
+        """Return all that the operations depend on but the guess and `targets`."""
+        places = tuple((p.matrix, *((q.name, q.rows, tuple(q.shape)) for q in p.places)) for p in self._parts)
+        return self.distance, self._rate, places
+
+    def targets(self) -> list[Tensor]:
+        """Return what the update is compared with, as flat tensors."""
+        every = [part.observed for part in self._parts]
+        return [t for o in every for t in (o.values, o.energy, *([] if o.offset is None else [o.offset]))]
+
+    def measured(
+        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, targets: list[Tensor]
+    ) -> Tensor:
+        """Return the distances [N] to other targets of the same structure."""
+        each = 3 if self.distance.differs else 2
+        cut = [targets[n : n + each] for n in range(0, len(targets), each)]
+        observed = [Observed(values, offset[0] if offset else None, energy) for values, energy, *offset in cut]
+        return self._measured(embeddings, mask, labels, masks, observed)
+
+    def _measured(
+        self,
+        embeddings: Tensor,
+        mask: Tensor,
+        labels: Tensor,
+        masks: Masks | None,
+        observed: Sequence[Observed],
+        base: Base | None = None,
+        thin: int = 1,
+    ) -> Tensor:
+        learning = torch.is_grad_enabled()
         with torch.enable_grad():
             traced = self._trace(embeddings, mask, labels, masks)
             total = self._weighted(traced.losses, embeddings, mask, base)
             factors = self._factors(traced, total, len(embeddings), learning)
         found = torch.zeros(len(embeddings), device=embeddings.device, dtype=embeddings.dtype)
         products: list[Product] = []
-        for index, part in enumerate(self._parts):
-            observed = part.observed if base is None else base.observed[index]
+        for part, target in zip(self._parts, observed, strict=True):
             if part.matrix:
                 made = self._at(part.places[0], factors)
                 slope = made.slope if thin == 1 else made.slope[..., ::thin]
-                products.append(Product(slope, made.read, observed.thinned(thin)))
+                products.append(Product(slope, made.read, target.thinned(thin)))
             else:
-                found = found + of_whole(self._vectors(part, factors), observed, self.distance)
+                found = found + of_whole(self._vectors(part, factors), target, self.distance)
         if products:
             found = found + of_products(products, self.distance, thin)
         return found * self.distance.share(self._count)

@@ -1,0 +1,85 @@
+"""Compiled steps: what they find is what the plain way finds, at any length, for any update of the same kind."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from gradaudit.attacks.tag import Tag
+from gradaudit.client import Client
+from gradaudit.leakage import compiled
+from gradaudit.leakage.compiled import compiling
+from gradaudit.leakage.distances import L2
+from gradaudit.leakage.masks import Masks
+from gradaudit.leakage.matching import Objective
+from gradaudit.streams import stream
+from tiny_models import batch_of, seen_of, sentences
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+
+
+def scene(load, length: int, seed: int):
+    model = load("bert", layers=1)
+    batch = batch_of(model, sentences((length,), seed), [1])
+    seen = seen_of(Client(model, dropout=True), batch, "0:q,v,f head")
+    return model, batch, Objective(seen, L2())
+
+
+def slopes_of(model, batch, objective, asked: bool, shares: bool = True):
+    masks = Masks(1, torch.Generator().manual_seed(1))
+    noise = torch.randn((*batch.ids.shape, model.width), generator=torch.Generator().manual_seed(2))
+    vectors = (model.word_vectors()[batch.ids] + 0.3 * noise)[None].requires_grad_()
+    labels = torch.tensor([[[0.3, 0.7]]], requires_grad=True) if shares else torch.tensor([[1]])
+    with torch.no_grad():
+        objective(vectors, batch.mask, labels, masks)
+    with compiling(asked):
+        value = objective(vectors, batch.mask, labels, masks)
+    wanted = [vectors, *([labels] if shares else []), *masks.variables()]
+    return value.detach(), torch.autograd.grad(2 * value.sum(), wanted)
+
+
+@needs_compiler
+def test_a_compiled_step_is_the_plain_one_at_every_length_and_for_every_update(load):
+    traced = 0
+    for length, seed in ((4, 1), (6, 1), (4, 9)):
+        model, batch, objective = scene(load, length, seed)
+        value, slopes = slopes_of(model, batch, objective, True)
+        assert objective.compiled == "yes"
+        plain, wanted = slopes_of(model, batch, objective, False)
+        torch.testing.assert_close(value, plain, rtol=1e-4, atol=1e-6)
+        for found, right in zip(slopes, wanted, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-5)
+        traced = len(compiled._steps[model])
+    assert traced == 1, "one trace serves all lengths and updates"
+
+
+def test_where_the_compiler_fails_the_plain_way_is_taken_and_told(load, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler here\nand more")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(compiled, "_steps", type(compiled._steps)())
+    model = load("bert", layers=1)
+    seen = seen_of(Client(model), batch_of(model, sentences((3,), 1), [1]), "0:q head")
+    attack = Tag(steps=3)
+    plain = attack(seen, stream(0, "attack"))
+    with compiling():
+        found = attack(seen, stream(0, "attack"))
+    assert found.sequences == plain.sequences
+    assert found.details["compiled"] == "RuntimeError: no compiler here"
+    assert found.details["distance"] == plain.details["distance"]
+    assert "compiled" not in plain.details
+
+
+def test_a_step_that_goes_astray_is_not_used(load, monkeypatch):
+    """The check of a new length: a compiled step that finds something else is left."""
+    model, batch, objective = scene(load, 4, 1)
+    wrong = compiled._Step(lambda *inputs: (torch.ones(1), *(torch.zeros_like(t) for t in inputs)))
+    monkeypatch.setattr(compiled, "_steps", type(compiled._steps)())
+    monkeypatch.setattr(compiled, "_made", lambda *_: wrong)
+    value, _ = slopes_of(model, batch, objective, True, shares=False)
+    assert objective.compiled == f"differs from the plain way at {batch.ids.shape[1]} tokens"
+    assert wrong.lengths == {batch.ids.shape[1]: False}
+    torch.testing.assert_close(value, slopes_of(model, batch, objective, False, shares=False)[0])
