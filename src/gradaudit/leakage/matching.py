@@ -95,7 +95,6 @@ class Objective:
         self.watched = tuple(dict.fromkeys(v.parameter for v in self._views.values()))
         taps = self._probe()
         views = self._views
-        views = self._views
         found: dict[str, str] = {n: taps[v.parameter][0].how for n, v in views.items() if v.parameter in taps}
         self._parts = self._arranged(found)
         self._count = len(found)
