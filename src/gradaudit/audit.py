@@ -178,6 +178,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
                 "dropout": update.dropout,
                 "defenses": update.defenses,
                 "steps": update.training.steps(len(batch.ids)),
+                "replayed": found is not None and "replayed_steps" in found.details,
             },
             attack=attack,
             scores=scores,

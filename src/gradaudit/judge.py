@@ -194,9 +194,10 @@ def flags(
     """Return the names of all flags that hold for one batch (see `gradaudit.flags`).
 
     Args:
-        made: how the update was made: "dropout" rate, "defenses", local "steps".
+        made: how the update was made ("dropout" rate, "defenses", local "steps"), and whether the attack "replayed" it.
         attack: the attack that was run.
     """
+    read_whole = attack.exact_on_deltas or made["replayed"]
     raised = {
         "random-weights": model.spec.random_weights,
         "truncated": batch.truncated > 0,
@@ -205,7 +206,7 @@ def flags(
         "short-references": not all(has_bigram(model.decode(s)) for s in batch.sequences()),
         "dropout-not-modeled": made["dropout"] > 0 and not attack.models_dropout,
         "defense-not-modeled": bool(made["defenses"]) and not attack.models_defenses,
-        "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not attack.exact_on_deltas,
+        "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not read_whole,
         "word-rows-shared": any(v.parameter in model.group("word") for v in seen.views.values()),
         "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
         "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",

@@ -53,9 +53,15 @@ class Dlg(Attack):
     learn_labels: bool = hyper(
         False, "learn labels even where they are given or can be read", source="DLG, algorithm 1, does", later=True
     )
+    replayed_steps: int = hyper(
+        8,
+        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
+        source="ours",
+        later=True,
+    )
 
     def __post_init__(self) -> None:
-        self._at_least(0, "steps")
+        self._at_least(0, "steps", "replayed_steps")
         self._at_least(1, "restarts", "assumed_length")
         if self.optimizer not in _OPTIMIZERS:
             raise BadInputError(
@@ -73,6 +79,7 @@ class Dlg(Attack):
             assumed_length=self.assumed_length,
             keep_best=self.keep_best,
             what=self.name,
+            replayed=self.replayed_steps,
             lbfgs=self.optimizer == "lbfgs",
             learn_labels=self.learn_labels,
         )

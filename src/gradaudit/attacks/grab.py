@@ -17,8 +17,9 @@ from gradaudit.leakage.distances import L2, Distance, Normalized, OnSupport
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
 from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import CANDIDATE, STEP, Objective, nearest_tokens
+from gradaudit.leakage.matching import CANDIDATE, STEP, nearest_tokens
 from gradaudit.leakage.ranking import rank_words
+from gradaudit.leakage.replay import objective_of
 from gradaudit.leakage.subspace import stack
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -78,6 +79,12 @@ class Grab(Attack):
         later=True,
     )
     keep_best: bool = hyper(False, "best iterate instead of the last", source="the published code takes the last")
+    replayed_steps: int = hyper(
+        8,
+        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
+        source="ours",
+        later=True,
+    )
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
     anew: bool = hyper(True, "compute only the changed sentence of a candidate; False to compare speeds", source="ours")
     candidates: int = hyper(0, "candidates computed together; 0 takes what fits", source="ours")
@@ -85,7 +92,7 @@ class Grab(Attack):
 
     def __post_init__(self) -> None:
         self._at_least(1, "rounds", "starts", "passes", "beam_width", "screen", "assumed_length")
-        self._at_least(0, "steps", "permutations", "candidates", "score_masks")
+        self._at_least(0, "steps", "permutations", "candidates", "score_masks", "replayed_steps")
         if self.pool not in _POOLS:
             raise BadInputError(f"attack 'grab': pool must be one of {', '.join(_POOLS)}, got '{self.pool}'")
 
@@ -127,7 +134,7 @@ class _Run:
     def __init__(self, how: Grab, seen: Observation, rng: torch.Generator) -> None:
         self.how, self.seen, self.rng = how, seen, rng
         self.model, self.table = seen.model, seen.model.word_vectors()
-        self.objective = Objective(seen, how.distance(seen))
+        self.objective = objective_of(seen, how.distance(seen), how.replayed_steps)
         self.frame: Layout = frame_of(seen, how.assumed_length)
         self.labels = first_labels(seen, self.frame)
         dropout = seen.knowledge.dropout != 0.0 and how.learn_masks
@@ -294,7 +301,5 @@ class _Run:
         if self.masks is not None:
             details["mask_sites"] = len(self.masks.variables())
         notes = [f"taken up again after round {begun}: the seconds are of the rest"] if begun else []
-        how = self.seen.knowledge.training
-        if self.seen.kind == "delta" and how is not None and how.steps(len(self.frame.ids)) > 1:
-            notes.append(f"a weight change of {how.steps(len(self.frame.ids))} local steps was read as one gradient")
+        notes += self.objective.notes()
         return Reconstruction(sequences, tuple(classes.tolist()), notes=tuple(notes), details=details)

@@ -14,7 +14,8 @@ from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent, Point, Schedule, better
 from gradaudit.leakage.distances import Cosine, Distance, SquaredL2
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
-from gradaudit.leakage.matching import CANDIDATE, STEP, Objective, nearest_tokens
+from gradaudit.leakage.matching import CANDIDATE, STEP, nearest_tokens
+from gradaudit.leakage.replay import objective_of
 from gradaudit.models.base import ModelSpec, TextModel
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import step
@@ -59,6 +60,12 @@ class Lamp(Attack):
     )
     prior: str = hyper("", "causal language model that judges edits; empty for none", source="section 4.2")
     prior_weight: float = hyper(-1.0, "its weight; below 0 takes the paper's (0.2 for cos, 60 for l2+l1)")
+    replayed_steps: int = hyper(
+        8,
+        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
+        source="ours",
+        later=True,
+    )
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
     candidates: int = hyper(0, "candidates computed together; 0 takes what fits", source="ours")
     assumed_length: int = hyper(16, "sentence length when nothing tells it", unit="tokens", source="ours")
@@ -67,13 +74,13 @@ class Lamp(Attack):
         if self.distance not in _DISTANCES:
             raise BadInputError(f"attack 'lamp': distance must be 'cos' or 'l2+l1', got '{self.distance}'")
         self._at_least(1, "starts", "every", "screen", "assumed_length")
-        self._at_least(0, "steps", "permutations", "edits", "candidates")
+        self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
         if not self.norm >= 0:
             raise BadInputError(f"attack 'lamp': norm must be at least 0, got {self.norm}")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         measured: Distance = Cosine() if self.distance == "cos" else SquaredL2(0.01)
-        objective = Objective(seen, measured)
+        objective = objective_of(seen, measured, self.replayed_steps)
         frame = frame_of(seen, self.assumed_length)
         labels = first_labels(seen, frame)
         table, still = seen.model.word_vectors(), frame.fixed | ~frame.mask
@@ -119,7 +126,7 @@ class Lamp(Attack):
             **objective.details(),
             "labels": labels.how,
         }
-        return Reconstruction(frame.sequences(ids), classes, details=details)
+        return Reconstruction(frame.sequences(ids), classes, notes=tuple(objective.notes()), details=details)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         edits = self.edits * batch_size * (self.steps // self.every)

@@ -37,9 +37,15 @@ class Tag(Attack):
         16, "sentence length when nothing tells it", unit="tokens", source="ours: the papers know lengths"
     )
     keep_best: bool = hyper(False, "return the best iterate instead of the last", source="the papers take the last")
+    replayed_steps: int = hyper(
+        8,
+        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
+        source="ours",
+        later=True,
+    )
 
     def __post_init__(self) -> None:
-        self._at_least(0, "steps")
+        self._at_least(0, "steps", "replayed_steps")
         self._at_least(1, "restarts", "assumed_length")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -53,6 +59,7 @@ class Tag(Attack):
             assumed_length=self.assumed_length,
             keep_best=self.keep_best,
             what=self.name,
+            replayed=self.replayed_steps,
         )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:

@@ -215,12 +215,10 @@ class BeamSearch:
     def _bases(self, beams: list[Beam], row: int) -> dict[bytes, Base] | None:
         """Return what the sentences other than `row` add in each guess; None where all is computed anew."""
         size = len(self._of.frame.ids)
-        if (
-            size == 1
-            or not self._anew
-            or len(self._of.masks) > 1
-            or self._of.objective.model.spec.task != "classification"
-        ):
+        of = self._of
+        if size == 1 or not self._anew or len(of.masks) > 1 or not of.objective.additive:
+            return None
+        if of.objective.model.spec.task != "classification":
             return None
         rest = torch.tensor([r for r in range(size) if r != row], device=self._table.device)
         whole = self._of.masks[0]

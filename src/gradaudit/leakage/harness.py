@@ -10,7 +10,8 @@ from gradaudit.leakage.descent import Descent, Schedule, by_lbfgs, minimize
 from gradaudit.leakage.distances import Distance
 from gradaudit.leakage.guess import FirstLabels, first_labels
 from gradaudit.leakage.layout import layout
-from gradaudit.leakage.matching import Objective, nearest_tokens
+from gradaudit.leakage.matching import nearest_tokens
+from gradaudit.leakage.replay import objective_of
 from gradaudit.types import Observation, Reconstruction
 
 
@@ -25,6 +26,7 @@ def match(
     assumed_length: int,
     keep_best: bool,
     what: str,
+    replayed: int,
     lbfgs: bool = False,
     learn_labels: bool = False,
 ) -> Reconstruction:
@@ -42,10 +44,11 @@ def match(
         assumed_length: tokens a sentence when neither lengths nor position rows are known.
         keep_best: take the best iterate instead of the last.
         what: name for the progress bar.
+        replayed: local steps of a weight change replayed at most.
         lbfgs: torch's L-BFGS with its defaults in place of Adam, the starts in turn; steps are its own.
         learn_labels: learn labels even where they are given or can be read.
     """
-    objective = Objective(seen, distance)
+    objective = objective_of(seen, distance, replayed)
     frame = layout(seen, assumed_length)
     model, table = seen.model, seen.model.word_vectors()
     shape = (restarts, *frame.ids.shape, table.shape[1])
@@ -72,15 +75,14 @@ def match(
         "gradient_evaluations": found.evaluations,
         **objective.details(),
     }
-    how, notes = seen.knowledge.training, []
-    if seen.kind == "delta" and how is not None and how.steps(len(frame.ids)) > 1:
-        notes.append(f"a weight change of {how.steps(len(frame.ids))} local steps was read as one gradient")
     classes: tuple[int, ...] | None = None
     if model.spec.task == "classification":
         final = found.labels[best]
         classes = tuple(int(y) for y in (final.argmax(-1) if final.dim() > 1 else final))
         details["labels"] = "learned" if learn else first.how
-    return Reconstruction(sequences=frame.sequences(ids), labels=classes, notes=tuple(notes), details=details)
+    return Reconstruction(
+        sequences=frame.sequences(ids), labels=classes, notes=tuple(objective.notes()), details=details
+    )
 
 
 def _labels(first: FirstLabels, restarts: int, learn: bool, seen: Observation, rng: torch.Generator) -> torch.Tensor:

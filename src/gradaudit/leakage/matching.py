@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,8 +83,14 @@ class Objective:
         NotSupportedError: nothing is left to match, or a weight change that cannot be read as a gradient.
     """
 
+    additive: ClassVar[bool] = True
+    """True when a batch's update is a sum over its sentences, so that only the changed one need be computed anew."""
+
     def __init__(self, seen: Observation, distance: Distance) -> None:
         self.model, self.distance = seen.model, distance
+        self._size = seen.knowledge.batch_size or 1
+        how = seen.knowledge.training
+        self._steps = how.steps(self._size) if seen.kind == "delta" and how is not None else 1
         self.compiled = ""
         self._causal = seen.model.spec.task == "causal-lm"
         self._rate = seen.knowledge.dropout or None
@@ -98,6 +104,7 @@ class Objective:
         found: dict[str, str] = {n: taps[v.parameter][0].how for n, v in views.items() if v.parameter in taps}
         self._parts = self._arranged(found)
         self._count = len(found)
+        self._matched = tuple(found)
         self.left_out = tuple(n for n in seen.views if n not in found)
         if not self._parts:
             raise NotSupportedError("matching has nothing to match: only word-embedding rows were shared")
@@ -126,10 +133,9 @@ class Objective:
         """Return what goes into a record: how many tensors, and whether steps were compiled where that was asked."""
         return {"matched_tensors": self._count} | ({"compiled": self.compiled} if self.compiled else {})
 
-    @property
-    def tensors(self) -> int:
-        """How many tensors are matched."""
-        return self._count
+    def notes(self) -> list[str]:
+        """Return what a reader of the result has to know."""
+        return [f"a weight change of {self._steps} local steps was read as one gradient"] if self._steps > 1 else []
 
     def __call__(
         self,

@@ -1,0 +1,124 @@
+"""Local steps replayed: the oracle is the client, who really trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradaudit.attacks.grab import Grab
+from gradaudit.attacks.tag import Tag
+from gradaudit.client import Client
+from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.distances import L2, Cosine, SquaredL2
+from gradaudit.leakage.masks import Masks
+from gradaudit.leakage.matching import Objective
+from gradaudit.leakage.replay import Replay, objective_of
+from gradaudit.streams import stream
+from gradaudit.types import Given, LocalTraining
+from tiny_models import SETTINGS, batch_of, doubled, seen_of, sentences
+
+FROZEN = ("embeddings",)
+
+
+def scene(load, how: LocalTraining, family: str = "bert", task: str = "classification", selection: str = "all"):
+    model = doubled(load(family, task))
+    batch = batch_of(model, sentences((4, 5), 1), [1, 0])
+    seen = seen_of(Client(model, how, freeze=FROZEN), batch, selection, Given(lengths=True, labels=True))
+    labels = batch.ids if batch.labels is None else batch.labels
+    return model, batch, seen, labels[None]
+
+
+@pytest.mark.parametrize(("family", "task"), SETTINGS)
+def test_the_truth_explains_a_weight_change_of_several_steps(load, family, task):
+    model, batch, seen, labels = scene(load, LocalTraining("sgd", 0.05, epochs=3), family, task)
+    if task == "causal-lm":
+        labels = torch.nn.functional.one_hot(labels, model.vocabulary_size).to(model.word_vectors())
+    vectors = model.word_vectors()[batch.ids][None]
+    with torch.no_grad():
+        replayed = float(Replay(seen, SquaredL2())(vectors, batch.mask, labels)[0])
+        as_one = float(Objective(seen, SquaredL2())(vectors, batch.mask, labels)[0])
+    assert replayed < 1e-6  # the update is stored in float32
+    assert as_one > 100 * replayed + 1e-4
+
+
+def test_minibatches_are_taken_in_the_guess_s_order(load):
+    """Of the orders of two sentences one is the client's: taken in that, the truth explains the change."""
+    model, batch, seen, labels = scene(load, LocalTraining("sgd", 0.05, epochs=1, minibatch=1))
+    vectors = model.word_vectors()[batch.ids][None]
+    replay = Replay(seen, SquaredL2())
+    with torch.no_grad():
+        values = sorted(
+            float(replay(vectors[:, order], batch.mask[order], labels[:, order])[0]) for order in ([0, 1], [1, 0])
+        )
+    assert values[0] < 1e-6 < 1e-4 < values[1]
+    assert "order" in replay.notes()[0]
+
+
+@pytest.mark.parametrize("distance", [L2(), Cosine()])
+def test_one_step_replayed_is_the_gradient(load, distance):
+    """Value and slope against the objective that reads factors."""
+    # biases of keys have no gradient at all, and rounding has an angle
+    model, batch, seen, labels = scene(load, LocalTraining("sgd", 0.05), selection="*:* head")
+    noise = torch.randn((2, *batch.ids.shape, model.width), generator=torch.Generator().manual_seed(0))
+    vectors = (model.word_vectors()[batch.ids] + 0.3 * noise).double().requires_grad_()
+    found = []
+    for objective in (Replay(seen, distance), Objective(seen, distance)):
+        value = objective(vectors, batch.mask, labels.expand(2, 2))
+        found.append((value.detach(), torch.autograd.grad(value.sum(), vectors)[0]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_the_slope_of_three_steps_equals_finite_differences(load):
+    model, batch, seen, labels = scene(load, LocalTraining("sgd", 0.1, epochs=3))
+    rng = torch.Generator().manual_seed(0)
+    at, direction = (torch.randn((1, *batch.ids.shape, model.width), generator=rng).double() for _ in range(2))
+    at.requires_grad_()
+    replay = Replay(seen, SquaredL2())
+    slope = torch.autograd.grad(replay(at, batch.mask, labels).sum(), at)[0]
+    with torch.no_grad():
+        up, down = (float(replay(at + s * direction, batch.mask, labels)[0]) for s in (1e-6, -1e-6))
+    assert float((slope * direction).sum()) == pytest.approx((up - down) / 2e-6, rel=1e-4)
+
+
+def test_what_is_replayed_and_what_is_not(load):
+    _, _, seen, _ = scene(load, LocalTraining("sgd", 0.05, epochs=3))
+    assert type(objective_of(seen, L2(), 8)) is Replay
+    assert type(objective_of(seen, L2(), 2)) is Objective
+    assert objective_of(seen, L2(), 0).notes() == ["a weight change of 3 local steps was read as one gradient"]
+    masked = replace(seen, knowledge=replace(seen.knowledge, dropout=0.1))
+    assert type(objective_of(masked, L2(), 8)) is Objective
+    _, _, once, _ = scene(load, LocalTraining("sgd", 0.05))
+    assert type(objective_of(once, L2(), 8)) is Objective
+    assert objective_of(once, L2(), 8).notes() == []
+    model, batch, seen, labels = scene(load, LocalTraining("sgd", 0.05, epochs=2))
+    with pytest.raises(NotSupportedError, match="without dropout"):
+        Replay(seen, L2())(
+            model.word_vectors()[batch.ids][None], batch.mask, labels, Masks(2, torch.Generator().manual_seed(0))
+        )
+
+
+def test_replaying_reads_what_one_gradient_does_not(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((3,), 3), [1])
+    client = Client(model, LocalTraining("sgd", 0.05, epochs=4), freeze=FROZEN)
+    seen = seen_of(client, batch, given=Given(labels=True, lengths=True))
+    mine, found = set(model.content(batch.ids[0].tolist())), {}
+    for steps in (8, 0):
+        attack = Tag(steps=250, learning_rate=0.03, restarts=3, keep_best=True, replayed_steps=steps)
+        found[steps] = attack(seen, stream(0, "attack"))
+    read = {n: len(mine & set(model.content(one.sequences[0]))) for n, one in found.items()}
+    assert found[8].details["replayed_steps"] == 4
+    assert found[8].notes == ()
+    assert "read as one gradient" in found[0].notes[0]
+    assert found[8].details["distance"] < 0.5 * found[0].details["distance"]
+    assert read[8] > read[0]
+
+
+def test_grab_searches_batches_whole_where_steps_are_replayed(load):
+    _, batch, seen, _ = scene(load, LocalTraining("sgd", 0.05, epochs=2))
+    found = Grab(rounds=1, steps=3, starts=3, permutations=3, passes=1)(seen, stream(0, "attack"))
+    assert found.details["replayed_steps"] == 2
+    assert [len(s) for s in found.sequences] == [len(s) for s in batch.sequences()]
