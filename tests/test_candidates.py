@@ -368,6 +368,7 @@ def test_a_language_model_is_less_surprised_by_what_it_says_often(load):
         ("lamp", {"every": 0}, "every must be at least 1"),
         ("lamp", {"norm": -1.0}, "norm must be at least 0"),
         ("dlg", {"optimizer": "sgd"}, "optimizer must be one of adam, lbfgs"),
+        ("dlg", {"optimizer": "lbfgs", "keep_best": True}, "the last point is returned"),
         ("tag", {"restarts": 0}, "restarts must be at least 1"),
     ],
 )

@@ -144,7 +144,11 @@ def test_the_hash_changes_with_what_changes_results_and_only_then(write):
 def test_a_field_that_came_later_changes_the_hash_only_where_it_is_set(write):
     """Or every record of before would be of another case."""
     case = {"attack": {"name": "lamp"}}
-    assert "norm" not in identity(parse_case(case).build_attack())
+    assert "norm" not in identity(parse_case(case).build_attack(), True)
+    local = case | {"client": {"optimizer": "sgd", "epochs": 2}}
+    for of, acts in ((case, False), (local, True)):
+        other = of | {"attack": {"name": "lamp", "replayed_steps": 0}}
+        assert (parse_case(other).content_hash() != parse_case(of).content_hash()) == acts
     base = parse_case(case).content_hash()
     assert parse_case(case | {"knowledge": {"longest": False}}).content_hash() == base
     assert parse_case(case | {"knowledge": {"longest": True}}).content_hash() != base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gradaudit.attacks.tag import Tag
 from gradaudit.client import Client
 from gradaudit.leakage import compiled
 from gradaudit.leakage.compiled import compiling
-from gradaudit.leakage.distances import L2
+from gradaudit.leakage.distances import L2, Cosine, OnSupport, SquaredL2
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Objective
 from gradaudit.streams import stream
@@ -55,9 +56,48 @@ def test_a_compiled_step_is_the_plain_one_at_every_length_and_for_every_update(l
     assert traced == 1, "one trace serves all lengths and updates"
 
 
-def test_where_the_compiler_fails_the_plain_way_is_taken_and_told(load, monkeypatch):
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("no compiler here\nand more")
+@pytest.mark.parametrize(
+    ("family", "selection", "distance", "sizes", "candidates"),
+    [
+        ("bert", "*:* head", Cosine(), (4, 6), 2),
+        ("bert", "all", L2(), (5, 3), 1),
+        ("gpt2", "*:q,k,v", SquaredL2(0.01), (4,), 3),
+        ("mpnet", "0-1:*", OnSupport(L2()), (3, 6), 1),
+    ],
+)
+def test_what_is_traced_is_the_plain_step(load, monkeypatch, family, selection, distance, sizes, candidates):
+    """Without a compiler behind it: padding, several candidates, thirds of matrices, and another length than traced."""
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    monkeypatch.setattr(compiled, "_steps", type(compiled._steps)())
+    model = load(family, layers=1) if family == "gpt2" else load(family)
+    batch = batch_of(model, sentences(sizes, 1), [1, 0][: len(sizes)])
+    objective = Objective(seen_of(Client(model), batch, selection), distance)
+    noise = torch.randn((candidates, *batch.ids.shape, model.width), generator=torch.Generator().manual_seed(2))
+    vectors = (model.word_vectors()[batch.ids] + 0.3 * noise).requires_grad_()
+    labels = batch.labels.expand(candidates, -1)
+    found = []
+    for wanted in (True, False):
+        with compiling(wanted):
+            value = objective(vectors, batch.mask, labels)
+        assert objective.compiled == ("yes" if wanted else "")
+        weights = torch.arange(1.0, candidates + 1)
+        found.append((value.detach(), torch.autograd.grad((weights * value).sum(), vectors)[0]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_where_the_compiler_fails_the_plain_way_is_taken_and_told(load, monkeypatch, late):
+    """At once, or when another length makes it compile anew."""
+
+    def broken(graph: Any, **_: object) -> Any:
+        def later(*inputs: Any) -> Any:
+            if inputs[0].shape[2] != 11:
+                raise RuntimeError("no compiler here\nand more")
+            return graph(*inputs)
+
+        if not late:
+            raise RuntimeError("no compiler here\nand more")
+        return later
 
     monkeypatch.setattr(torch, "compile", broken)
     monkeypatch.setattr(compiled, "_steps", type(compiled._steps)())
@@ -73,10 +113,17 @@ def test_where_the_compiler_fails_the_plain_way_is_taken_and_told(load, monkeypa
     assert "compiled" not in plain.details
 
 
-def test_a_step_that_goes_astray_is_not_used(load, monkeypatch):
-    """The check of a new length: a compiled step that finds something else is left."""
+@pytest.mark.parametrize("right", ["nothing", "the value"])
+def test_a_step_that_goes_astray_is_not_used(load, monkeypatch, right):
+    """The check of a new length: a compiled step that finds another value, or the same with other slopes, is left."""
     model, batch, objective = scene(load, 4, 1)
-    wrong = compiled._Step(lambda *inputs: (torch.ones(1), *(torch.zeros_like(t) for t in inputs)))
+    truth = slopes_of(model, batch, objective, False, shares=False)[0] if right == "the value" else torch.ones(1)
+
+    def astray(*inputs: Any) -> Any:
+        guess = inputs[: next(n for n, t in enumerate(inputs) if t.dtype == torch.bool)]
+        return truth, *(torch.zeros_like(t, dtype=torch.float32) for t in guess)
+
+    wrong = compiled._Step(astray)
     monkeypatch.setattr(compiled, "_steps", type(compiled._steps)())
     monkeypatch.setattr(compiled, "_made", lambda *_: wrong)
     value, _ = slopes_of(model, batch, objective, True, shares=False)

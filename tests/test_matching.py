@@ -356,6 +356,8 @@ def test_layout_shows_what_is_known(load, family):
     assert layout(hidden, assumed_length=9).mask.sum(1).tolist() == [9, 9]
     told = replace(hidden, knowledge=replace(hidden.knowledge, longest=7))
     assert layout(told, assumed_length=9).mask.sum(1).tolist() == [7, 7]
+    both = replace(blind, knowledge=replace(blind.knowledge, longest=11))
+    assert layout(both, assumed_length=9).mask.sum(1).tolist() == [11, 11], "what was given is surer than what is read"
     assert int(layout(hidden, assumed_length=9).fixed.sum()) == 2 * len(model.special.prefix)
 
 

@@ -120,7 +120,10 @@ def test_suggestions_are_for_near_names_only():
 
 def test_hyper_keeps_meaning_unit_and_source_beside_the_default():
     (steps, _) = dataclasses.fields(attack_class("mine"))
-    assert (steps.default, dict(steps.metadata)) == (3, {"about": "steps", "unit": "", "source": "", "later": False})
+    assert (steps.default, dict(steps.metadata)) == (
+        3,
+        {"about": "steps", "unit": "", "source": "", "later": False, "deltas": False},
+    )
 
 
 def test_plugins_of_other_packages_are_imported_on_first_use(monkeypatch, tmp_path):

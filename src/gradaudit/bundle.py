@@ -88,12 +88,16 @@ class Bundle:
     def observation(self, selection: Selection) -> Observation:
         """Return what an attack may see of it."""
         tensors, views = selection.take(self.model, self.tensors)
+        known = read_knowledge(self.manifest.knowledge)
+        classes = self.model.spec.labels
+        if known.labels is not None and any(label >= classes for label in known.labels):
+            raise BadInputError(f"the manifest's knowledge is not understood (labels must be below {classes})")
         return Observation(
             model=self.model,
             tensors=tensors,
             views=views,
             kind=self.manifest.kind,
-            knowledge=read_knowledge(self.manifest.knowledge),
+            knowledge=known,
             selection=selection.expression,
         )
 
@@ -281,11 +285,35 @@ def read_knowledge(data: Mapping[str, Any]) -> Knowledge:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise BadInputError(f"the manifest's knowledge is not understood ({where}: {first['msg']})") from None
-    counts = {"batch_size": (known.batch_size,), "longest": (known.longest,), "lengths": known.lengths or ()}
+    problem = _problem(known)
+    if problem:
+        raise BadInputError(f"the manifest's knowledge is not understood ({problem})")
+    return known
+
+
+def _problem(known: Knowledge) -> str:
+    """Return what is wrong with the numbers of a manifest's knowledge; empty for nothing."""
+    how = known.training
+    counts: dict[str, tuple[int | None, ...]] = {
+        "batch_size": (known.batch_size,),
+        "longest": (known.longest,),
+        "lengths": known.lengths or (),
+    }
+    if how is not None:
+        counts |= {"training.epochs": (how.epochs,), "training.minibatch": (how.minibatch,)}
     for name, values in counts.items():
         if any(value is not None and value < 1 for value in values):
-            raise BadInputError(f"the manifest's knowledge is not understood ({name} must be at least 1)")
-    return known
+            return f"{name} must be at least 1"
+    if known.labels is not None and any(label < 0 for label in known.labels):
+        return "labels must be at least 0"
+    for name, each in (("lengths", known.lengths), ("labels", known.labels)):
+        if each is not None and len(each) != (known.batch_size or max(1, len(each))):
+            return f"{name} must be as many as batch_size says"
+    if known.dropout is not None and not 0 <= known.dropout < 1:
+        return "dropout must be at least 0 and below 1"
+    if how is not None and not 0 < how.learning_rate < float("inf"):
+        return "training.learning_rate must be above 0"
+    return ""
 
 
 def _told(folder: Path, findings: list[Finding]) -> str:

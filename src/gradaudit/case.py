@@ -147,8 +147,9 @@ class Case(_Table):
         """Return 16 hex digits that change with anything that can change the result."""
         data = self.resolved()
         del data["published"]  # another paper's numbers change nothing in ours
-        data["attack"] = json.loads(json.dumps(identity(self.build_attack())))
-        data["defense"] = [json.loads(json.dumps(identity(d))) for d in self.build_defenses()]
+        one = self.client.optimizer == "none"
+        data["attack"] = json.loads(json.dumps(identity(self.build_attack(), one)))
+        data["defense"] = [json.loads(json.dumps(identity(d, one))) for d in self.build_defenses()]
         if data["client"]["dropout_rate"] is None:
             del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
         if not data["knowledge"]["longest"]:

@@ -82,13 +82,25 @@ def describe(item: Any) -> dict[str, Any]:
     return {"name": item.name, **dataclasses.asdict(item)}
 
 
-def identity(item: Any) -> dict[str, Any]:
-    """Return what tells a registered object from others: all but fields that came later and stand at their default."""
-    late = {f.name for f in dataclasses.fields(item) if f.metadata.get("later") and getattr(item, f.name) == f.default}
-    return {name: value for name, value in describe(item).items() if name not in late}
+def identity(item: Any, one_gradient: bool) -> dict[str, Any]:
+    """Return what tells a registered object from others: all fields but those that change nothing.
+
+    Args:
+        item: the object.
+        one_gradient: the client sends one gradient, so that fields about weight changes have no effect.
+    """
+    idle = {
+        f.name
+        for f in dataclasses.fields(item)
+        if (f.metadata.get("later") and getattr(item, f.name) == f.default)
+        or (one_gradient and f.metadata.get("deltas"))
+    }
+    return {name: value for name, value in describe(item).items() if name not in idle}
 
 
-def hyper(default: Any, about: str, *, unit: str = "", source: str = "", later: bool = False) -> Any:
+def hyper(
+    default: Any, about: str, *, unit: str = "", source: str = "", later: bool = False, deltas: bool = False
+) -> Any:
     """Return a dataclass field with its meaning, unit and the source of its default beside it.
 
     Args:
@@ -98,5 +110,8 @@ def hyper(default: Any, about: str, *, unit: str = "", source: str = "", later: 
         source: where the default comes from (paper, section), or why it differs.
         later: it was added after cases were run, and its default does what was done before: cases that do not set it
             keep their ids, and their records.
+        deltas: it acts on weight changes only, and is no part of the id of a case of one gradient.
     """
-    return dataclasses.field(default=default, metadata={"about": about, "unit": unit, "source": source, "later": later})
+    return dataclasses.field(
+        default=default, metadata={"about": about, "unit": unit, "source": source, "later": later, "deltas": deltas}
+    )

@@ -57,12 +57,14 @@ class Dlg(Attack):
         8,
         "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
         source="ours",
-        later=True,
+        deltas=True,
     )
 
     def __post_init__(self) -> None:
         self._at_least(0, "steps", "replayed_steps")
         self._at_least(1, "restarts", "assumed_length")
+        if self.optimizer == "lbfgs" and self.keep_best:
+            raise BadInputError("attack 'dlg': with L-BFGS the last point is returned; keep_best is Adam's")
         if self.optimizer not in _OPTIMIZERS:
             raise BadInputError(
                 f"attack 'dlg': optimizer must be one of {', '.join(_OPTIMIZERS)}, got '{self.optimizer}'"

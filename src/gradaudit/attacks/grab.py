@@ -83,7 +83,7 @@ class Grab(Attack):
         8,
         "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
         source="ours",
-        later=True,
+        deltas=True,
     )
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
     anew: bool = hyper(True, "compute only the changed sentence of a candidate; False to compare speeds", source="ours")
@@ -100,8 +100,10 @@ class Grab(Attack):
         return _Run(self, seen, rng).result()
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
-        beams = self.beam_width * tokens * tokens // max(1, batch_size)
+        whole = batch_size if self.score_masks > 1 else 1  # no sentence is computed alone then
+        beams = self.beam_width * tokens * tokens // max(1, batch_size) * whole * max(1, self.score_masks)
         orders = (2 * self.permutations * self.rounds + self.starts) * batch_size  # each of the whole batch
+        orders *= max(1, self.score_masks)
         return int(STEP * self.rounds * self.steps + CANDIDATE * (self.rounds * 2 * beams + orders))
 
     def distance(self, seen: Observation) -> Distance:
@@ -142,7 +144,8 @@ class _Run:
         size = len(self.frame.ids)
         self.fresh = [Masks(size, rng, learn=False) for _ in range(how.score_masks)] if self.masks is not None else []
         scored = tuple(self.fresh) or (self.masks,)
-        self.of = Candidates(self.objective, self.frame, self.labels.values, scored, how.screen, how.candidates)
+        screen = how.screen if self.objective.additive else 1  # replayed steps cannot be estimated
+        self.of = Candidates(self.objective, self.frame, self.labels.values, scored, screen, how.candidates)
         self.open = seen.knowledge.lengths is None
         self.spent = 0
 

@@ -64,7 +64,7 @@ class Lamp(Attack):
         8,
         "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
         source="ours",
-        later=True,
+        deltas=True,
     )
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
     candidates: int = hyper(0, "candidates computed together; 0 takes what fits", source="ours")
@@ -84,7 +84,8 @@ class Lamp(Attack):
         frame = frame_of(seen, self.assumed_length)
         labels = first_labels(seen, frame)
         table, still = seen.model.word_vectors(), frame.fixed | ~frame.mask
-        of = Candidates(objective, frame, labels.values, (None,), self.screen, self.candidates)
+        screen = self.screen if objective.additive else 1  # replayed steps cannot be estimated
+        of = Candidates(objective, frame, labels.values, (None,), screen, self.candidates)
         norm = self.norm or float(table.norm(dim=1).mean())
         prior = load_model(ModelSpec(self.prior, "causal-lm"), table.device) if self.prior else None
         start = self._start(of, table, still, norm, rng)

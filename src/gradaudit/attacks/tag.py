@@ -41,7 +41,7 @@ class Tag(Attack):
         8,
         "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
         source="ours",
-        later=True,
+        deltas=True,
     )
 
     def __post_init__(self) -> None:

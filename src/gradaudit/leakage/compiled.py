@@ -40,6 +40,11 @@ def compiling(asked: bool = True) -> Iterator[None]:
         _asked.reset(token)
 
 
+def asked() -> bool:
+    """Say whether steps are to be compiled."""
+    return _asked.get()
+
+
 class Traceable(Protocol):
     """What can be compiled: a distance of guesses that depends on the update through tensors that can be put in."""
 
@@ -77,8 +82,8 @@ _steps: WeakKeyDictionary[TextModel, dict[Hashable, _Step]] = WeakKeyDictionary(
 
 def distance_by_compiled_step(
     of: Traceable, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None
-) -> tuple[Tensor, str] | None:
-    """Return the distances [N], differentiable once, and what to say of it; None for the plain way, unasked.
+) -> tuple[Tensor | None, str]:
+    """Return the distances [N], differentiable once, or None for the plain way; and what to say of it in the record.
 
     With masks only one candidate at a time is taken: their slopes are of the sum over candidates.
 
@@ -89,11 +94,15 @@ def distance_by_compiled_step(
         labels: as `TextModel.loss` takes them.
         masks: dropout masks, already drawn; None without dropout.
     """
-    if not _asked.get() or (masks is not None and (len(embeddings) > 1 or not masks.whole)):
-        return None
+    if not _asked.get():
+        return None, ""
+    if of.model.spec.task != "classification":
+        return None, "models of the next word are not compiled"
+    if masks is not None and (len(embeddings) > 1 or not masks.whole):
+        return None, "several candidates under masks are not compiled"
     values = [] if masks is None else masks.variables()
     if masks is not None and not values:
-        return None  # they are drawn in the first pass
+        return None, ""  # they are drawn in the first pass
     size, length = embeddings.shape[1:3]
     key = (of.structure(), len(embeddings), size, mask.dim(), labels.dtype, labels.dim(), masks is None)
     mine = _steps.setdefault(of.model, {})
@@ -103,22 +112,24 @@ def distance_by_compiled_step(
         progress("compiling the search, once a model", 1, 1)
     found = mine[key]
     if found.run is None or not found.lengths.get(length, True):
-        return None
+        return None, found.said
     inputs = [embeddings, labels, *values, mask, *of.targets()]
     if length not in found.lengths:
-        found.lengths[length] = _agrees(of, found.run, inputs, masks)
+        try:
+            found.lengths[length] = _agrees(of, found.run, inputs, masks)
+            found.said = "" if found.lengths[length] else f"differs from the plain way at {length} tokens"
+        except Exception as error:  # a length may be compiled anew, and fail
+            found.lengths[length], found.said = False, _reason(error)
         if not found.lengths[length]:
-            found.said = f"differs from the plain way at {length} tokens"
-            return None
+            return None, found.said
     value: Tensor = _Run.apply(found.run, 2 + len(values), *inputs)  # type: ignore[no-untyped-call]
     return value, "yes"
 
 
-def why_not(model: TextModel) -> str:
-    """Return why some step of a model was not compiled; empty when all were, or none was asked for."""
-    if not _asked.get():
-        return ""
-    return next((s.said for s in _steps.get(model, {}).values() if s.said), "")
+def _reason(error: Exception) -> str:
+    """Return what an error says, in one line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:200]
 
 
 class _Run(torch.autograd.Function):
@@ -192,8 +203,7 @@ def _made(of: Traceable, embeddings: Tensor, mask: Tensor, labels: Tensor, masks
         with torch.no_grad():
             run(*inputs, *targets)
     except Exception as error:  # whatever the compiler cannot do, the plain way can
-        first = (str(error).strip().splitlines() or [""])[0]
-        return _Step(None, said=f"{type(error).__name__}: {first}"[:200])
+        return _Step(None, said=_reason(error))
     return _Step(run)
 
 

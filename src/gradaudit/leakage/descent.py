@@ -185,7 +185,7 @@ def minimize(descent: Descent, loss: Loss, steps: int, *, keep_best: bool, what:
         value = loss(descent.vectors, descent.labels)
     last = Point(descent.vectors, descent.labels.detach().clone(), value, len(value))
     chosen = better(best, last) if keep_best else last
-    if masks is not None and least <= float(last.loss.min()):
+    if masks is not None and not float(last.loss.min()) < least:
         descent.take_masks(masks)
     return replace(chosen, evaluations=(steps + 1) * len(value))
 
@@ -194,14 +194,12 @@ def better(best: Point | None, new: Point) -> Point:
     """Return the better of two points, candidate by candidate."""
     if best is None:
         return new
-    wins = new.loss < best.loss
+    wins = (new.loss < best.loss) | best.loss.isnan()  # what diverged is worse than anything
 
     def pick(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(wins.view(-1, *[1] * (a.dim() - 1)), a, b)
 
-    return Point(
-        pick(new.embeddings, best.embeddings), pick(new.labels, best.labels), torch.minimum(new.loss, best.loss), 0
-    )
+    return Point(pick(new.embeddings, best.embeddings), pick(new.labels, best.labels), pick(new.loss, best.loss), 0)
 
 
 def by_lbfgs(starts: Tensor, still: Tensor, labels: Tensor, learn: bool, loss: Loss, steps: int, *, what: str) -> Point:

@@ -67,7 +67,7 @@ def match(
     else:
         descent = Descent(start, still, labels, "softmax" if learn else None, Schedule(steps, learning_rate))
         found = minimize(descent, loss, steps, keep_best=keep_best, what=what)
-    best = int(found.loss.argmin())
+    best = int(found.loss.nan_to_num(nan=torch.inf).argmin())  # a start that diverged is not the best
     ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
     ids = torch.where(frame.fixed, frame.ids, ids)
     details: dict[str, Any] = {

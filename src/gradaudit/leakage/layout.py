@@ -48,7 +48,7 @@ def layout(seen: Observation, assumed_length: int) -> Layout:
     """Return the layout an attacker can justify from what it was given.
 
     Known lengths fix the frame's prefix and suffix in every sentence. Otherwise every sentence gets the longest
-    length, where the position table shows it or it was given, or the assumed one, and only the prefix is fixed.
+    length, where it was given or the position table shows it, or the assumed one, and only the prefix is fixed.
 
     Args:
         seen: the observation; its knowledge must hold the batch size.
@@ -59,7 +59,7 @@ def layout(seen: Observation, assumed_length: int) -> Layout:
     lengths = seen.knowledge.lengths
     known = lengths is not None
     if lengths is None:
-        lengths = (longest_position(seen) or seen.knowledge.longest or assumed_length,) * size
+        lengths = (seen.knowledge.longest or longest_position(seen) or assumed_length,) * size
     special, longest = seen.model.special, min(max(lengths), seen.model.max_length)
     device = next(iter(seen.tensors.values())).device
     steps = torch.arange(longest, device=device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.compiled import distance_by_compiled_step, why_not
+from gradaudit.leakage.compiled import distance_by_compiled_step
 from gradaudit.leakage.distances import Distance
 from gradaudit.leakage.factored import Observed, Product, gradient, of_products, of_whole
 from gradaudit.leakage.masks import Masks
@@ -159,12 +159,10 @@ class Objective:
         learning = torch.is_grad_enabled()
         if learning and thin > 1:
             raise ValueError("an estimate has no slope: use thin under torch.no_grad")
-        if learning and base is None and not self._causal:
-            found = distance_by_compiled_step(self, embeddings, mask, labels, masks)
-            if found is not None:
-                value, self.compiled = found
+        if learning and base is None:
+            value, self.compiled = distance_by_compiled_step(self, embeddings, mask, labels, masks)
+            if value is not None:
                 return value
-            self.compiled = why_not(self.model)
         observed = [part.observed for part in self._parts] if base is None else list(base.observed)
         return self._measured(embeddings, mask, labels, masks, observed, base, thin)
 

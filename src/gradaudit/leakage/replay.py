@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.compiled import asked
 from gradaudit.leakage.distances import Distance
+from gradaudit.leakage.factored import of_whole
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Base, Objective
 from gradaudit.types import Observation
@@ -21,7 +23,8 @@ from gradaudit.types import Observation
 def objective_of(seen: Observation, distance: Distance, replayed: int) -> Objective:
     """Return what matching minimizes: local SGD steps replayed where they are known and few, one gradient otherwise.
 
-    With dropout on a weight change is read as one gradient too: every step has masks of its own.
+    With dropout on, or where that is not known, a weight change is read as one gradient too: every step has masks of
+    its own.
 
     Args:
         seen: the observation.
@@ -30,7 +33,7 @@ def objective_of(seen: Observation, distance: Distance, replayed: int) -> Object
     """
     how, size = seen.knowledge.training, seen.knowledge.batch_size
     known = seen.kind == "delta" and how is not None and how.optimizer == "sgd" and size is not None
-    if known and not seen.knowledge.dropout:
+    if known and seen.knowledge.dropout == 0.0:
         assert how is not None
         assert size is not None
         if 1 < how.steps(size) <= replayed:
@@ -65,6 +68,7 @@ class Replay(Objective):
         shared = {view.parameter for view in seen.views.values()}
         trained = shared if seen.selection == "all" else set(every)
         self._trained = sorted(trained - set(self.model.group("word")))
+        self._targets = {name: self._target(self._observed[name].reshape(1, -1)) for name in self._matched}
 
     def __call__(
         self,
@@ -81,12 +85,16 @@ class Replay(Objective):
         found = []
         for n, vectors in enumerate(embeddings):
             change = self._change(vectors, mask if mask.dim() == 2 else mask[n], labels[n], learning)
-            predicted = [self._views[name](change[self._views[name].parameter])[None] for name in self._matched]
-            found.append(self.distance.measure(predicted, [self._observed[name] for name in self._matched]))
+            total = torch.zeros(1, device=vectors.device, dtype=vectors.dtype)
+            for name, target in self._targets.items():
+                view = self._views[name]
+                total = total + of_whole(view(change[view.parameter]).reshape(1, 1, -1), target, self.distance)
+            found.append(total * self.distance.share(len(self._targets)))
         return torch.cat(found)
 
     def details(self) -> dict[str, Any]:
-        return super().details() | {"replayed_steps": self._training.steps(self._size)}
+        told = {"compiled": "replayed steps are not compiled"} if asked() else {}
+        return super().details() | told | {"replayed_steps": self._training.steps(self._size)}
 
     def notes(self) -> list[str]:
         if self._training.minibatch is not None and self._training.minibatch < self._size:
