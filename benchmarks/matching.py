@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from exact_decoding import DATA, OFF, PRACTICAL, commit
 
-from gradaudit.audit import pick_device, prepare, run
+from gradaudit.audit import RECORDS, pick_device, prepare, run
 from gradaudit.case import parse_case
 from gradaudit.leakage.compiled import compiling
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.record import Record
+from gradaudit.record import Record, read_lines
 
 # about 7,500 evaluations, what TAG's published 2500 steps cost; the published decay, as far down, in fewer steps
 GRAB: dict[str, Any] = {
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/matching"), help="tables' folder")
     parser.add_argument("--batches", type=int, default=0, help="stop after so many batches; 0 for all")
     parser.add_argument("--rows", default="", help="run only these rows, as 0,1, and write no table")
+    parser.add_argument("--table", action="store_true", help="run nothing, write the tables of what is there")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the steps")
     given = parser.parse_args()
@@ -213,35 +214,43 @@ def main() -> None:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Run the cells of the groups that were asked for."""
+    """Run the cells of the groups that were asked for, or only write their tables."""
     device = pick_device(given.device)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
-    code = commit()
     model: TransformersModel | None = None
     for group in given.groups:
         cells = GROUPS[group]()
+        folders = [given.out / f"matching-{group}-{cell.title.replace(' ', '-').replace(',', '')}" for cell in cells]
+        if given.table:
+            write(given, group, cells, [list(read_lines(folder / RECORDS, Record)) for folder in folders], device)
+            continue
         chosen = [int(n) for n in given.rows.split(",")] if given.rows else list(range(len(cells)))
         runs = {}
         for n in chosen:
             ready = prepare(parse_case(cells[n].case()), Path.cwd(), device, model)
             model = ready.model
-            name = cells[n].title.replace(" ", "-").replace(",", "")
-            runs[n] = run(ready, given.out / f"matching-{group}-{name}")
+            runs[n] = run(ready, folders[n])
         records: list[list[Record]] = [[] for _ in cells]
         for batch in range(min(given.batches or cells[0].batches, cells[0].batches)):
             for n in chosen:
                 records[n].append(next(runs[n]))
                 print(f"{group} {batch} {cells[n].title}: {records[n][-1].scores['rougeL']}", flush=True)
-            if given.rows:
-                continue
-            text = (
-                f"Made by `{command}` (commit {code}) on {device}, {torch.get_num_threads()} thread(s). MiniLM, CoLA, "
-                "our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
-                "(12 blocks, another draw). Intervals: 95%, bootstrap over batches.\n\n"
-            )
-            given.write.mkdir(parents=True, exist_ok=True)
-            (given.write / f"{group}.md").write_text(text + table(cells, records), encoding="utf8")
+            if not given.rows:
+                write(given, group, cells, records, device)
+
+
+def write(
+    given: argparse.Namespace, group: str, cells: list[Cell], records: list[list[Record]], device: torch.device
+) -> None:
+    """Write a group's table of the batches that all of its rows have."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
+    text = (
+        f"Made by `{command}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s). MiniLM, CoLA, "
+        "our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
+        "(12 blocks, another draw). Intervals: 95%, bootstrap over batches.\n\n"
+    )
+    given.write.mkdir(parents=True, exist_ok=True)
+    (given.write / f"{group}.md").write_text(text + table(cells, records), encoding="utf8")
 
 
 if __name__ == "__main__":
