@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check install clean
 
 demo: $(STAMP)
-	$(BIN)/gradaudit demo
+	@$(BIN)/gradaudit demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal
@@ -21,10 +21,11 @@ install: $(STAMP)
 
 # Constraints pin every version (torch's CPU build on machines that carry it); the package's own ranges stay open.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $(STAMP)
+	@echo "installing gradaudit and its libraries into $(VENV), once: a few minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info

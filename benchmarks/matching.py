@@ -247,7 +247,9 @@ def write(
     text = (
         f"Made by `{command}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s). MiniLM, CoLA, "
         "our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
-        "(12 blocks, another draw). Intervals: 95%, bootstrap over batches.\n\n"
+        "(12 blocks, another draw). The attacker has the weights, batch size and dropout rate, and labels and lengths "
+        "unless a row says otherwise. The draw is that on which budgets were tried. Intervals: 95%, bootstrap over "
+        "batches.\n\n"
     )
     given.write.mkdir(parents=True, exist_ok=True)
     (given.write / f"{group}.md").write_text(text + table(cells, records), encoding="utf8")

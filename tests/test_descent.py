@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gradaudit.attacks.dlg import Dlg
 from gradaudit.client import Client
-from gradaudit.leakage.descent import Descent, Schedule, by_lbfgs, minimize
+from gradaudit.leakage import harness
+from gradaudit.leakage.descent import Descent, Point, Schedule, better, by_lbfgs, minimize
 from gradaudit.leakage.distances import L2
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Objective
@@ -112,6 +113,29 @@ def test_masks_and_labels_stay_shares(load, learn):
         assert float(descent.labels.detach().min()) >= 0
         assert float(descent.labels.detach().max()) <= 1
     assert 0 < float((values == 0).float().mean()) < 1
+
+
+def test_what_diverged_is_never_the_best():
+    def point(at: float, *losses: float) -> Point:
+        return Point(torch.full((len(losses), 1, 1, 1), at), NO_LABELS, torch.tensor(losses), 0)
+
+    nan = float("nan")
+    best = better(better(point(0.0, nan, 1.0, 2.0), point(1.0, 3.0, nan, 1.5)), point(2.0, nan, nan, nan))
+    assert best.loss.tolist() == [3.0, 1.0, 1.5]
+    assert best.embeddings.flatten().tolist() == [1.0, 0.0, 1.0]
+
+
+def test_a_start_that_diverged_does_not_win(load, monkeypatch):
+    model = load("bert")
+    batch = batch_of(model, sentences((3,), 3), [1])
+    seen = seen_of(Client(model), batch, given=Given(labels=True, lengths=True))
+    vectors = model.word_vectors()[batch.ids].expand(2, *batch.ids.shape, -1)
+    ends = Point(vectors.clone(), torch.ones(2, 1, dtype=torch.long), torch.tensor([float("nan"), 0.5]), 2)
+    ends.embeddings[0, 0, 1:-1] = model.word_vectors()[batch.ids[0, :1]]
+    monkeypatch.setattr(harness, "minimize", lambda *_, **__: ends)
+    found = Dlg(steps=1, restarts=2)(seen, stream(0, "attack"))
+    assert list(found.sequences[0]) == batch.ids[0].tolist()
+    assert found.details["distance"] == 0.5
 
 
 def test_the_best_iterate_comes_with_its_masks():
