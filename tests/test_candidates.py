@@ -367,6 +367,8 @@ def test_a_language_model_is_less_surprised_by_what_it_says_often(load):
         ("lamp", {"distance": "l3"}, "distance must be"),
         ("lamp", {"every": 0}, "every must be at least 1"),
         ("lamp", {"norm": -1.0}, "norm must be at least 0"),
+        ("lamp", {"norm": float("nan")}, "norm must be at least 0"),
+        ("lamp", {"silent": -1.0}, "silent must be at least 0"),
         ("dlg", {"optimizer": "sgd"}, "optimizer must be one of adam, lbfgs"),
         ("dlg", {"optimizer": "lbfgs", "keep_best": True}, "the last point is returned"),
         ("tag", {"restarts": 0}, "restarts must be at least 1"),

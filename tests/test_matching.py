@@ -91,6 +91,32 @@ def test_cosine_of_a_zero_tensor_is_1_and_pushes_nowhere():
         assert torch.equal(slope, torch.zeros_like(slope))
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_what_is_rounding_alone_does_not_count_in_a_cosine(load, noise):
+    """A key's bias shifts what softmax does not see: its gradient is rounding, and the result as if it were not shared.
+
+    With noise added by the client the observed tensor is large, and the guess's still rounding.
+    """
+    model = load("bert")
+    batch = batch_of(model, sentences((6,), 1), [1])
+    seen = seen_of(Client(model), batch)
+    rng = torch.Generator().manual_seed(0)
+    seen = replace(seen, tensors={n: v + noise * torch.randn(v.shape, generator=rng) for n, v in seen.tensors.items()})
+    silent = [n for n in seen.tensors if n.endswith("key.bias")]
+    guess = model.word_vectors()[batch.ids.flip(1)][None].clone().requires_grad_()
+    whole, part = Objective(seen, Cosine()), Objective(without(seen, silent), Cosine())
+    count = whole.details()["matched_tensors"]
+    found = []
+    for objective in (whole, part):
+        value = objective(guess, batch.mask, batch.labels[None]).sum() * objective.details()["matched_tensors"]
+        found.append((value.detach(), torch.autograd.grad(value, guess)[0]))
+    assert part.details()["matched_tensors"] == count - len(silent) < count
+    torch.testing.assert_close(found[0][0], found[1][0] + len(silent), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)
+    counted = Objective(seen, Cosine(silent=0.0))(guess, batch.mask, batch.labels[None]).sum() * count
+    assert float((torch.autograd.grad(counted, guess)[0] - found[1][1]).norm()) > 1e-3 * float(found[1][1].norm())
+
+
 @pytest.mark.parametrize("selection", ["all", "0:q,k 1:*", "2:v,f head"])
 @pytest.mark.parametrize(("family", "task"), SETTINGS)
 def test_the_truth_predicts_the_observation(load, family, task, selection):

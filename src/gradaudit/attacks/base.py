@@ -76,13 +76,13 @@ class Attack(ABC):
         """
 
     def _at_least(self, least: int, *fields: str) -> None:
-        """Check numbers; for `__post_init__`.
+        """Check numbers (NaN is refused); for `__post_init__`.
 
         Raises:
             BadInputError: one of these fields is below the least.
         """
         for name in fields:
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:
                 raise BadInputError(f"attack '{self.name}': {name} must be at least {least}, got {getattr(self, name)}")
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:

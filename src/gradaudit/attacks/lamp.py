@@ -33,7 +33,7 @@ class Lamp(Attack):
 
     The language model that judges edits in the paper (a GPT-2 of theirs) is not to be had: `prior` takes any causal
     model, which reads the guess as text, and by default there is none. Differences of ours: edits are ranked on a share
-    of each matrix first (`screen`).
+    of each matrix first (`screen`), and tensors that are zero but for rounding do not count (`silent`).
 
     Raises:
         BadInputError: a setting that makes no sense.
@@ -58,6 +58,12 @@ class Lamp(Attack):
         source="appendix A, for BERT-base",
         later=True,
     )
+    silent: float = hyper(
+        1e-6,
+        "with cos, a tensor smaller than this share of the largest of its size counts as zero: key biases, whose "
+        "gradient is rounding; 0 counts them, as the published code does",
+        source="ours",
+    )
     prior: str = hyper("", "causal language model that judges edits; empty for none", source="section 4.2")
     prior_weight: float = hyper(-1.0, "its weight; below 0 takes the paper's (0.2 for cos, 60 for l2+l1)")
     replayed_steps: int = hyper(
@@ -75,11 +81,10 @@ class Lamp(Attack):
             raise BadInputError(f"attack 'lamp': distance must be 'cos' or 'l2+l1', got '{self.distance}'")
         self._at_least(1, "starts", "every", "screen", "assumed_length")
         self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
-        if not self.norm >= 0:
-            raise BadInputError(f"attack 'lamp': norm must be at least 0, got {self.norm}")
+        self._at_least(0, "norm", "silent")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        measured: Distance = Cosine() if self.distance == "cos" else SquaredL2(0.01)
+        measured: Distance = Cosine(self.silent) if self.distance == "cos" else SquaredL2(0.01)
         objective = objective_of(seen, measured, self.replayed_steps)
         frame = frame_of(seen, self.assumed_length)
         labels = first_labels(seen, frame)

@@ -154,8 +154,15 @@ class L2(Distance):
 class Cosine(Distance):
     """Mean over tensors of 1 - cos(g, g*) (LAMP, partial gradients).
 
-    A tensor that is zero on either side counts 1 and has slope 0.
+    A tensor that is zero on either side counts 1 and has slope 0. The gradient of a key's bias is zero in exact
+    arithmetic (softmax does not see a shift) and 1e-8 of the others' in float32; its cosine is that of two roundings,
+    and as a cosine's slope goes with 1 / norm, it makes a tenth to a third of the whole slope near the truth.
+
+    Args:
+        silent: a tensor smaller than this share of the largest of those measured together counts as zero.
     """
+
+    silent: float = 1e-6
 
     differs: ClassVar[bool] = False
     inner_products: ClassVar[bool] = True
@@ -163,7 +170,8 @@ class Cosine(Distance):
 
     def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
         tiny = torch.finfo(sums.square.dtype).tiny
-        heard = (sums.square > tiny) & (sums.observed > tiny)
+        least = [(self.silent**2 * s.amax(-1, keepdim=True)).clamp_min(tiny) for s in (sums.square, sums.observed)]
+        heard = (sums.square > least[0]) & (sums.observed > least[1])
         square = sums.square.clamp_min(tiny)
         norms = square.sqrt() * sums.observed.clamp_min(tiny).sqrt()
         cosine = torch.where(heard, sums.along / norms, 0.0)
