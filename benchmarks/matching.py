@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from exact_decoding import DATA, OFF, PRACTICAL, commit
 
+from gradaudit.allocation import keep_freed_memory
 from gradaudit.audit import RECORDS, pick_device, prepare, run
 from gradaudit.case import parse_case
 from gradaudit.leakage.compiled import compiling
@@ -209,6 +210,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the steps")
     given = parser.parse_args()
+    keep_freed_memory()  # as the program does
     with compiling(given.compile):
         measure(given)
 

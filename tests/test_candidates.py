@@ -94,6 +94,30 @@ def test_an_estimate_from_some_rows_is_right_where_rows_repeat():
         torch.testing.assert_close(some, whole)
 
 
+@pytest.mark.parametrize("together", [0, 3])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_ranking_in_two_steps_estimates_the_best_of_the_first_step(load, together, alone):
+    """The oracle estimates every candidate both ways, in passes of its own; candidates in parts rank within each."""
+    model, batch, _, of = scene(load, sizes=(4, 5), screen=2)
+    of.together = together
+    masks = Masks(2, torch.Generator().manual_seed(3))
+    of.masks = (masks,)
+    rows = slice(0, 1) if alone else slice(0, 2)
+    some = model.word_vectors()[batch.ids] + torch.randn((7, *batch.ids.shape, 1), generator=stream(0, "guesses"))
+    of.measure(some)  # draws the masks
+    rest = torch.tensor([1])
+    others = (model.word_vectors()[batch.ids[rest]], batch.mask[rest], batch.labels[rest], masks.only(rest), 2)
+    base = of.objective.base(*others) if alone else None
+    given = {"row": 0, "base": base} if alone else {}
+    found = of.measure(some[:, rows], 2, keep=1, **given)
+    coarse, fine = (of.measure(some[:, rows], thin, **given) for thin in (8, 2))
+    for part in torch.arange(7).split(together or 7):
+        kept = part[coarse[part].argsort()[:4]]
+        left = [n for n in part.tolist() if n not in kept.tolist()]
+        torch.testing.assert_close(found[kept], fine[kept])
+        assert bool(found[left].isinf().all())
+
+
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("anew", [False, True])
 def test_beam_search_finds_the_best_of_all_texts_where_it_keeps_all(load, anew, dropout):

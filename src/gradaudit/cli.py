@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gradaudit import __version__
+from gradaudit.allocation import keep_freed_memory
 from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
 
 app = typer.Typer(
@@ -301,6 +302,7 @@ def _print_json(data: Any) -> None:
 
 def main() -> NoReturn:
     """Run the program; every expected error is one sentence on standard error."""
+    keep_freed_memory()
     try:
         code = app(standalone_mode=False)
     except click.ClickException as problem:

@@ -154,7 +154,7 @@ class BeamSearch:
                     new[key] = ids
         screen = self._of.screen
         if screen > 1 and len(new) > 2 * width:
-            estimates = self._measured(list(new.values()), bases, row, screen)
+            estimates = self._measured(list(new.values()), bases, row, screen, 2 * width)
             keep = sorted(range(len(new)), key=lambda n: estimates[n])[: 2 * width]
             listed = list(new.items())
             new = dict(listed[n] for n in keep)
@@ -187,12 +187,14 @@ class BeamSearch:
         )
         return None if torch.equal(out, ids) else out
 
-    def _measured(self, ids: list[Tensor], bases: dict[bytes, Base] | None, row: int, thin: int) -> list[float]:
+    def _measured(
+        self, ids: list[Tensor], bases: dict[bytes, Base] | None, row: int, thin: int, keep: int = 0
+    ) -> list[float]:
         """Return distances; only the sentence `row` is computed where the others' part is at hand."""
         if not ids:
             return []
         if bases is None:
-            return self._whole(ids, thin)
+            return self._whole(ids, thin, keep)
         values = [0.0] * len(ids)
         groups: dict[bytes, list[int]] = {}
         for n, one in enumerate(ids):
@@ -203,14 +205,14 @@ class BeamSearch:
             longest = int(mask.sum(-1).max())  # the batch's padding behind this sentence is no part of it
             mask, some = mask[..., :longest], some[..., :longest]
             vectors = self._table[some[:, row : row + 1]]
-            found = self._of.measure(vectors, thin, mask, row, bases[others])
+            found = self._of.measure(vectors, thin, mask, row, bases[others], keep)
             for n, value in zip(members, found.tolist(), strict=True):
                 values[n] = value
         return values
 
-    def _whole(self, ids: list[Tensor], thin: int = 1) -> list[float]:
+    def _whole(self, ids: list[Tensor], thin: int = 1, keep: int = 0) -> list[float]:
         every = torch.stack(ids)
-        return self._of.measure(self._table[every], thin, self._of.lengths_of(every, self._pad)).tolist()
+        return self._of.measure(self._table[every], thin, self._of.lengths_of(every, self._pad), keep=keep).tolist()
 
     def _bases(self, beams: list[Beam], row: int) -> dict[bytes, Base] | None:
         """Return what the sentences other than `row` add in each guess; None where all is computed anew."""

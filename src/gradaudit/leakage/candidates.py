@@ -46,6 +46,7 @@ class Candidates:
         mask: Tensor | None = None,
         row: int | None = None,
         base: Base | None = None,
+        keep: int = 0,
     ) -> Tensor:
         """Return the distance of each guess, [N].
 
@@ -55,6 +56,7 @@ class Candidates:
             mask: [N, B, T] where guesses differ in length; the frame's when None.
             row: the one sentence that the guesses are about; None for the whole batch.
             base: what the others add, with `row`.
+            keep: an estimate of the so many best is enough: others may come out infinite; 0 for all.
         """
         pick = slice(None) if row is None else torch.tensor([row], device=vectors.device)
         labels = self.labels[pick]
@@ -64,11 +66,12 @@ class Candidates:
             part = vectors[at : at + size]
             shown = self.frame.mask[pick] if mask is None else mask[at : at + size]
             targets = labels.expand(len(part), *labels.shape)
-            under = [
-                self.objective(part, shown, targets, masks.only(pick) if masks is not None else None, base, thin)
-                for masks in self.masks
-            ]
-            found.append(torch.stack(under).mean(0))
+            under = [masks.only(pick) if masks is not None else None for masks in self.masks]
+            if keep and thin > 1 and len(under) == 1:
+                found.append(self.objective.estimated(part, shown, targets, under[0], base, thin, 4 * keep))
+                continue
+            each = [self.objective(part, shown, targets, masks, base, thin) for masks in under]
+            found.append(torch.stack(each).mean(0))
         self.evaluations += len(vectors) * len(self.masks)
         return torch.cat(found)
 
@@ -82,7 +85,7 @@ class Candidates:
         """
         chosen = torch.arange(len(vectors), device=vectors.device)
         if self.screen > 1 and len(vectors) > 4 * keep:
-            chosen = self.measure(vectors, self.screen, mask).argsort(stable=True)[: 4 * keep]
+            chosen = self.measure(vectors, self.screen, mask, keep=4 * keep).argsort(stable=True)[: 4 * keep]
         values = self.measure(vectors[chosen], 1, None if mask is None else mask[chosen])
         order = values.argsort(stable=True)[:keep]
         return chosen[order], values[order]

@@ -8,7 +8,7 @@ for inner products only (cosine), no entry of it is made at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,13 +37,17 @@ class Observed:
     values: Tensor
     offset: Tensor | None
     energy: Tensor
+    _thinner: dict[int, Observed] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def thinned(self, every: int) -> Observed:
-        """Return a matrix's every so many-th row."""
+        """Return a matrix's every so many-th row; kept, since many candidates are compared with them."""
         if every == 1:
             return self
-        rows = self.values[::every]
-        return Observed(rows, None if self.offset is None else self.offset[::every], rows.square().sum())
+        if every not in self._thinner:
+            rows = self.values[::every].contiguous()
+            offset = None if self.offset is None else self.offset[::every].contiguous()
+            self._thinner[every] = Observed(rows, offset, rows.square().sum())
+        return self._thinner[every]
 
 
 @dataclass(frozen=True)

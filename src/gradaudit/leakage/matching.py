@@ -67,6 +67,10 @@ class _Factors:
     slope: Tensor
     read: Tensor
 
+    def only(self, candidates: Tensor) -> _Factors:
+        """Return those of some candidates."""
+        return _Factors(self.how, self.slope[candidates], self.read[candidates] if self.read.numel() else self.read)
+
 
 class Objective:
     """How far the update of a guess lies from the observed one, over the views that were seen.
@@ -195,12 +199,23 @@ class Objective:
         base: Base | None = None,
         thin: int = 1,
     ) -> Tensor:
+        factors = self._factors_of(embeddings, mask, labels, masks, base)
+        return self._distances(factors, observed, thin)
+
+    def _factors_of(
+        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, base: Base | None
+    ) -> dict[str, _Factors]:
+        """Return the factors of each candidate's update."""
         learning = torch.is_grad_enabled()
         with torch.enable_grad():
             traced = self._trace(embeddings, mask, labels, masks)
             total = self._weighted(traced.losses, embeddings, mask, base)
-            factors = self._factors(traced, total, len(embeddings), learning)
-        found = torch.zeros(len(embeddings), device=embeddings.device, dtype=embeddings.dtype)
+            return self._factors(traced, total, len(embeddings), learning)
+
+    def _distances(self, factors: dict[str, _Factors], observed: Sequence[Observed], thin: int) -> Tensor:
+        """Return the distances [N] of updates by their factors, or estimates from every so many-th row."""
+        some = next(iter(factors.values())).slope
+        found = torch.zeros(len(some), device=some.device, dtype=some.dtype)
         products: list[Product] = []
         for part, target in zip(self._parts, observed, strict=True):
             if part.matrix:
@@ -212,6 +227,39 @@ class Objective:
         if products:
             found = found + of_products(products, self.distance, thin)
         return found * self.distance.share(self._count)
+
+    @torch.no_grad()
+    def estimated(
+        self,
+        embeddings: Tensor,
+        mask: Tensor,
+        labels: Tensor,
+        masks: Masks | None = None,
+        base: Base | None = None,
+        thin: int = 8,
+        keep: int = 8,
+    ) -> Tensor:
+        """Return estimated distances [N] of the best candidates, infinite for the rest.
+
+        All are ranked on a quarter of what `thin` leaves, the best of them once more: passes through the model are
+        made once.
+
+        Args:
+            embeddings: as in a call, like all up to `base`.
+            mask: [B, T] or [N, B, T].
+            labels: [N, B, ...].
+            masks: dropout masks in force.
+            base: what the others add.
+            thin: every so many-th output of each matrix counts.
+            keep: how many are estimated so.
+        """
+        observed = [part.observed for part in self._parts] if base is None else list(base.observed)
+        factors = self._factors_of(embeddings, mask, labels, masks, base)
+        best = self._distances(factors, observed, 4 * thin).argsort(stable=True)[:keep]
+        some = {name: f.only(best) for name, f in factors.items()}
+        found = torch.full((len(embeddings),), torch.inf, device=embeddings.device, dtype=embeddings.dtype)
+        found[best] = self._distances(some, observed, thin)
+        return found
 
     @staticmethod
     def _at(place: _Place, factors: dict[str, _Factors]) -> _Factors:
