@@ -4,7 +4,8 @@
 
 Candidates: slots of a sentence tried with every token of its batch, as Grab's discrete stage does, (a) each candidate's
 whole-batch gradient by itself, (b) many together, (c) only the changed sentence anew, (d) ranked on every 32nd row
-first, the best of these on every eighth, the best of these in full. Writes benchmarks/results/matching-speed.md. Run it alone on the machine.
+first, the best of these on every eighth, the best of these in full. Writes benchmarks/results/matching-speed.md. Run it
+alone on the machine.
 """
 
 from __future__ import annotations
