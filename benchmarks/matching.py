@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/matching.py order
 
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
-unknown (labels and lengths), partial (parts of the gradient, dropout off). All cells of a group spend about as many
-gradient evaluations (a step with double backward counts three); paper budgets are in cases/. Batch by batch, so that a
-group that is stopped has as many of each attack. Records go to out/benchmarks. Failures count 0.
+unknown (labels and lengths), partial (parts of the gradient, dropout off), variants (ours, in order's setting). All
+cells of a group spend about as many gradient evaluations (a step with double backward counts three); paper budgets are
+in cases/. Batch by batch, so that a group that is stopped has as many of each attack. Records go to out/benchmarks.
+Failures count 0.
 """
 
 from __future__ import annotations
@@ -146,6 +147,17 @@ def unknown() -> list[Cell]:
     ]  # fmt: skip
 
 
+def variants() -> list[Cell]:
+    """Ours beside Grab's: tokens that block 0 speaks for in the pool, masks restarted, texts under fresh masks."""
+    ways: dict[str, dict[str, Any]] = {
+        "no masks, spans": NO_MASKS | {"pool": "spans"},
+        "masks learned, spans": {"pool": "spans"},
+        "masks restarted": {"restart_masks": True},
+        "masks learned, texts under 4 fresh ones": {"score_masks": 4},
+    }
+    return [Cell(f"grab, {title}", GRAB | how) for title, how in ways.items()]
+
+
 PARTS = {
     "all": ("all", "80.0"), "encoder": ("*:*", "80.4"), "layer 1": ("0:*", "58.7"), "q1": ("0:q", "65.0"),
     "k1": ("0:k", "66.0"), "v1": ("0:v", "57.3"), "o1": ("0:o", "57.0"), "f1": ("0:f", "54.0"), "p1": ("0:p", "58.4"),
@@ -159,7 +171,7 @@ def partial() -> list[Cell]:
 
 GROUPS = {
     "order": order, "order2": order2, "benchmark": benchmark, "dropout": dropout, "pruning": pruning, "noise": noise,
-    "unknown": unknown, "partial": partial,
+    "unknown": unknown, "partial": partial, "variants": variants,
 }  # fmt: skip
 
 
