@@ -18,8 +18,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from gradaudit.allocation import keep_freed_memory
 from gradaudit.audit import pick_device, prepare, run, run_info
 from gradaudit.case import Case, load_case
+from gradaudit.leakage.compiled import compiling
 from gradaudit.metrics.summary import interval, summarize
 from gradaudit.progress import step
 from gradaudit.record import Interval, Record, RunInfo, Summary
@@ -37,14 +39,16 @@ def cell(value: Interval | None) -> str:
     return f"{value.mean:.1f} ({value.low:.1f}-{value.high:.1f})"
 
 
-def run_case(path: Path, out: Path, device: torch.device) -> tuple[Case, RunInfo, list[Record]]:
-    """Run one case, or what is missing of it."""
+def run_case(path: Path, out: Path, device: torch.device, most: int = 0) -> tuple[Case, RunInfo, list[Record]]:
+    """Run one case, or what is missing of it, up to so many batches; 0 for all."""
     case = load_case(path)
     ready = prepare(case, path.resolve().parent, device)
     records = []
     for record in run(ready, out / path.stem):
         records.append(record)
         step(f"{path.stem}: batches", len(records), len(ready.batches))
+        if len(records) == most:
+            break
     return case, run_info(ready), records
 
 
@@ -87,7 +91,7 @@ def section(path: Path, case: Case, info: RunInfo, records: list[Record]) -> str
         "",
         f"{info.model['title']} (d = {info.model['width']}), {Path(info.data['where']).name}, {summary.n} "
         f"batches of {case.data.batch_size}, {next(iter(info.settings.values()))}. "
-        f"Load b/d {min(loads):.2f} to {max(loads):.2f}. "
+        f"Tokens a batch {min(r.tokens for r in records)} to {max(r.tokens for r in records)}. Load b/d {min(loads):.2f} to {max(loads):.2f}. "
         f"Failed batches: {summary.failed} (counted 0). Given to the attacker: "
         + ", ".join(k for k in records[0].knowledge if k not in ("selection", "update"))
         + f". Tensors: {case.selection.tensors}.",
@@ -116,12 +120,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the records")
     parser.add_argument("--write", type=Path, default=None, help="Markdown file for the table")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--batches", type=int, default=0, help="stop each case after so many; 0 for all")
+    parser.add_argument("--compile", action="store_true", help="compile the steps of a matching attack")
     given = parser.parse_args()
+    keep_freed_memory()  # as the program does
     device = pick_device(given.device)
     parts = []
-    with progress_bars(Console(stderr=True)):
+    with progress_bars(Console(stderr=True)), compiling(given.compile):
         for path in given.cases:
-            case, info, records = run_case(path, given.out, device)
+            case, info, records = run_case(path, given.out, device, given.batches)
             parts.append(section(path, case, info, records))
     versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -19,6 +19,7 @@ from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import CANDIDATE, STEP, nearest_tokens
 from gradaudit.leakage.ranking import rank_words
+from gradaudit.leakage.refit import Refit
 from gradaudit.leakage.replay import objective_of
 from gradaudit.leakage.subspace import stack
 from gradaudit.registry import hyper, register
@@ -78,6 +79,16 @@ class Grab(Attack):
         source="ours",
         later=True,
     )
+    moves: bool = hyper(
+        False, "beam search exchanges and moves words too, not tokens alone", source="ours, after LAMP's", later=True
+    )
+    refit: int = hyper(
+        0,
+        "judge so many texts of each round under masks learned for each alone; 0 takes distances as they are",
+        source="ours",
+        later=True,
+    )
+    refit_steps: int = hyper(60, "Adam steps for the masks of one text", source="ours", later=True)
     keep_best: bool = hyper(False, "best iterate instead of the last", source="the published code takes the last")
     replayed_steps: int = hyper(
         8,
@@ -92,7 +103,8 @@ class Grab(Attack):
 
     def __post_init__(self) -> None:
         self._at_least(1, "rounds", "starts", "passes", "beam_width", "screen", "assumed_length")
-        self._at_least(0, "steps", "permutations", "candidates", "score_masks", "replayed_steps")
+        self._at_least(0, "steps", "permutations", "candidates", "score_masks", "replayed_steps", "refit")
+        self._at_least(1, "refit_steps")
         if self.pool not in _POOLS:
             raise BadInputError(f"attack 'grab': pool must be one of {', '.join(_POOLS)}, got '{self.pool}'")
 
@@ -147,6 +159,10 @@ class _Run:
         screen = how.screen if self.objective.additive else 1  # replayed steps cannot be estimated
         self.of = Candidates(self.objective, self.frame, self.labels.values, scored, screen, how.candidates)
         self.open = seen.knowledge.lengths is None
+        self.refit: Refit | None = None
+        if how.refit and seen.knowledge.dropout != 0.0:
+            judge = Candidates(self.objective, self.frame, self.labels.values)
+            self.refit = Refit(judge, self.table, self.model.special.pad, how.refit_steps)
         self.spent = 0
 
     def result(self) -> Reconstruction:
@@ -170,8 +186,11 @@ class _Run:
                 pool |= dict.fromkeys(continuous.ids[row, ~(slots.fixed | ~slots.mask)[row]].tolist())
             orders = self._orders(continuous.ids, slots)
             first = [continuous.ids, *([last.ids] if last is not None else []), *orders]
-            search = BeamSearch(self.of, self.table, self.model.special, self.open, how.anew)
+            search = BeamSearch(self.of, self.table, self.model.special, self.open, how.anew, how.moves)
             found = search.run(first, [list(p) for p in pools], how.passes, how.beam_width)
+            if self.refit is not None:
+                self.refit.labels(self.of.labels)
+                found = self.refit.best([continuous.ids, *(b.ids for b in search.met(how.refit))])
             same = last is not None and torch.equal(found.ids, last.ids)
             last = found
             if same or rounds == how.rounds:
@@ -179,7 +198,7 @@ class _Run:
             self._keep(rounds, last, pools)
         assert last is not None
         assert continuous is not None
-        best = continuous if continuous.loss < last.loss else last
+        best = continuous if self.refit is None and continuous.loss < last.loss else last
         return self._told(best, rounds, begun)
 
     def _keep(self, rounds: int, last: Beam, pools: list[dict[int, None]]) -> None:
@@ -196,6 +215,7 @@ class _Run:
         state |= self.masks.values() if self.masks is not None else {}
         for n, masks in enumerate(self.fresh):
             state |= masks.values(f"fresh{n}")
+        state |= self.refit.state() if self.refit is not None else {}
         keep(state)
 
     def _taken_up(self, state: dict[str, Tensor]) -> tuple[Beam, list[dict[int, None]]]:
@@ -208,6 +228,9 @@ class _Run:
             self.masks.put_back(state, device)
         for n, masks in enumerate(self.fresh):
             masks.put_back(state, device, f"fresh{n}")
+        if self.refit is not None:
+            self.refit.labels(self.of.labels)
+            self.refit.put_back(state)
         pools = [dict.fromkeys(state[f"pool.{row}"].tolist()) for row in range(len(self.frame.ids))]
         return Beam(state["ids"].to(device), float(state["loss"])), pools
 
@@ -294,9 +317,10 @@ class _Run:
         sequences = tuple(tuple(row[keep].tolist()) for row, keep in zip(best.ids, mask, strict=True))
         final = self.of.labels
         classes = final.argmax(-1) if final.dim() > 1 else final
+        refitted = self.refit.spent if self.refit is not None else 0
         details: dict[str, Any] = {
             "distance": best.loss,
-            "gradient_evaluations": self.spent + self.of.evaluations,
+            "gradient_evaluations": self.spent + self.of.evaluations + refitted,
             "rounds": rounds,
             **self.objective.details(),
             "labels": self.labels.how,

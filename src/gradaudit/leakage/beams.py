@@ -71,6 +71,7 @@ class BeamSearch:
         special: the model's special tokens; padding ends a sentence.
         open_ended: lengths are unknown, so that padding may be tried, and a word in the place of a sentence's end.
         anew: compute only the changed sentence of a candidate; False computes the whole batch (to compare speeds).
+        moves: after each pass over a sentence, exchange and move its words too.
     """
 
     def __init__(
@@ -80,10 +81,11 @@ class BeamSearch:
         special: SpecialTokens,
         open_ended: bool = False,
         anew: bool = True,
+        moves: bool = False,
     ) -> None:
         self._of, self._table, self._special, self._anew = candidates, table, special, anew
-        self._pad, self._open = special.pad, open_ended
-        self._known: dict[bytes, float] = {}
+        self._pad, self._open, self._moves = special.pad, open_ended, moves
+        self._known: dict[bytes, Beam] = {}
 
     def run(self, starts: Sequence[Tensor], pools: Sequence[Sequence[int]], passes: int, width: int) -> Beam:
         """Return the best guess that changes of single tokens lead to.
@@ -98,6 +100,8 @@ class BeamSearch:
         frame = self._of.frame
         first = {Beam(s, 0.0).key(): s for s in starts}
         beams = [Beam(s, v) for s, v in zip(first.values(), self._whole(list(first.values())), strict=True)]
+        for beam in beams:
+            self._known[beam.key()] = beam
         beams = sorted(beams, key=lambda b: b.loss)[:width]
         free = frame.mask & ~frame.fixed
         rounds = int(free.sum()) * passes
@@ -110,9 +114,15 @@ class BeamSearch:
                     beams = self._slot(beams, bases, row, slot, pools[row], width)
                     done += 1
                     step("grab: beam search", done, rounds)
+                if self._moves:
+                    beams = self._moved(beams, row, width)
             if [b.key() for b in beams] == before:
                 break
         return beams[0]
+
+    def met(self, count: int) -> list[Beam]:
+        """Return the best guesses that were measured in full, best first."""
+        return sorted(self._known.values(), key=lambda b: b.loss)[:count]
 
     def try_slots(self, ids: Tensor, row: int, slots: Sequence[int], pool: Sequence[int], width: int) -> list[Beam]:
         """Return the best guesses, best first, after some slots of one sentence were tried with every token of a pool.
@@ -149,19 +159,46 @@ class BeamSearch:
                     continue
                 key = Beam(ids, 0.0).key()
                 if key in self._known:
-                    every[key] = Beam(ids, self._known[key])
+                    every[key] = self._known[key]
                 elif key not in every:
                     new[key] = ids
+        for beam in self._best_of(new, bases, row, width):
+            every[beam.key()] = beam
+        return sorted(every.values(), key=lambda b: b.loss)[:width]
+
+    def _best_of(self, new: dict[bytes, Tensor], bases: dict[bytes, Base] | None, row: int, width: int) -> list[Beam]:
+        """Measure guesses that differ in one sentence: all on a share first, the best of them in full."""
         screen = self._of.screen
         if screen > 1 and len(new) > 2 * width:
             estimates = self._measured(list(new.values()), bases, row, screen, 2 * width)
             keep = sorted(range(len(new)), key=lambda n: estimates[n])[: 2 * width]
             listed = list(new.items())
             new = dict(listed[n] for n in keep)
+        found = []
         for (key, ids), value in zip(new.items(), self._measured(list(new.values()), bases, row, 1), strict=True):
-            self._known[key] = value
-            every[key] = Beam(ids, value)
-        return sorted(every.values(), key=lambda b: b.loss)[:width]
+            self._known[key] = Beam(ids, value)
+            found.append(self._known[key])
+        return found
+
+    def _moved(self, beams: list[Beam], row: int, width: int) -> list[Beam]:
+        """Return the guesses with the best one's words in a better order, as long as a move finds one."""
+        frame = self._of.frame
+        bases = self._bases(beams[:1], row)
+        while True:
+            best = beams[0]
+            words = self._of.lengths_of(best.ids, self._pad)[row] & ~frame.fixed[row]
+            words &= best.ids[row] != self._pad
+            new = {}
+            for order in moves(torch.where(words)[0].tolist()):
+                ids = best.ids.clone()
+                ids[row, words] = best.ids[row, order]
+                key = Beam(ids, 0.0).key()
+                if key not in self._known:
+                    new[key] = ids
+            every = {b.key(): b for b in [*beams, *self._best_of(new, bases, row, width)]}
+            beams = sorted(every.values(), key=lambda b: b.loss)[:width]
+            if beams[0].loss >= best.loss:
+                return beams
 
     def _changed(self, ids: Tensor, row: int, slot: int, token: int) -> Tensor | None:
         """Return a guess with another token in one slot; None where that is no other guess."""
@@ -233,6 +270,23 @@ class BeamSearch:
                 vectors, labels = self._table[beam.ids[rest]], self._of.labels[rest]
                 found[others] = self._of.objective.base(vectors, mask, labels, masks, size)
         return found
+
+
+def moves(slots: Sequence[int]) -> list[list[int]]:
+    """Return all orders of slots that one move makes: two exchanged, one put elsewhere, the end put first."""
+    found: dict[tuple[int, ...], None] = {}
+    for a in range(len(slots)):
+        for b in range(len(slots)):
+            other = list(slots)
+            other.insert(b, other.pop(a))
+            found[tuple(other)] = None
+            if a < b:
+                other = list(slots)
+                other[a], other[b] = other[b], other[a]
+                found[tuple(other)] = None
+        found[(*slots[a:], *slots[:a])] = None
+    found.pop(tuple(slots), None)
+    return [list(order) for order in found]
 
 
 def _others(ids: Tensor, row: int) -> bytes:

@@ -25,6 +25,7 @@ class Masks:
     def __init__(self, size: int, rng: torch.Generator, learn: bool = True) -> None:
         self._size, self._rng, self._learn = size, rng, learn
         self._sites: dict[int, Tensor] = {}
+        self._rates: dict[int, float] = {}
         self._rows: slice | Tensor = slice(None)
 
     def at(self, candidates: int) -> Dropout:
@@ -32,6 +33,7 @@ class Masks:
 
         def act(site: int, inner: Tensor, rate: float) -> Tensor:
             parts = inner.view(candidates, -1, *inner.shape[1:])
+            self._rates[site] = rate
             if site not in self._sites:
                 self._sites[site] = self._drawn((self._size, *inner.shape[1:]), rate, inner)
             kept = self._sites[site][self._rows]
@@ -51,13 +53,13 @@ class Masks:
     def holding(self, values: Sequence[Tensor]) -> Masks:
         """Return masks with these values at the sites that were met, in their order."""
         other = Masks(self._size, self._rng, self._learn)
-        other._sites = dict(zip(self._sites, values, strict=True))
+        other._sites, other._rates = dict(zip(self._sites, values, strict=True)), self._rates
         return other
 
     def only(self, rows: Tensor | slice) -> Masks:
         """Return the masks of some sentences of the batch, sharing their values."""
         part = Masks(self._size, self._rng, self._learn)
-        part._sites, part._rows = self._sites, rows
+        part._sites, part._rates, part._rows = self._sites, self._rates, rows
         return part
 
     def values(self, name: str = "mask") -> dict[str, Tensor]:
@@ -86,6 +88,12 @@ class Masks:
         for mask in self._sites.values():
             keep = float(mask.mean().clamp(0.05, 1)) if rate is None else 1 - rate
             mask.copy_(self._bernoulli(mask.shape, keep).to(mask))
+
+    @torch.no_grad()
+    def expect(self) -> None:
+        """Put every value to what it is in the mean: nothing is dropped, nothing scaled."""
+        for site, mask in self._sites.items():
+            mask.fill_(1 - self._rates[site])
 
     def _drawn(self, shape: tuple[int, ...], rate: float, like: Tensor) -> Tensor:
         drawn = self._bernoulli(shape, 1 - rate).to(like.device, like.dtype)
