@@ -85,13 +85,13 @@ def certified(records: list[Record]) -> str:
 def section(path: Path, case: Case, info: RunInfo, records: list[Record]) -> str:
     """Return the Markdown section of one case."""
     summary = summarize(records)[0]
-    loads = [r.load for r in records]
+    loads, tokens = [r.load for r in records], [r.tokens for r in records]
     lines = [
         f"## {path.stem}",
         "",
         f"{info.model['title']} (d = {info.model['width']}), {Path(info.data['where']).name}, {summary.n} "
         f"batches of {case.data.batch_size}, {next(iter(info.settings.values()))}. "
-        f"Tokens a batch {min(r.tokens for r in records)} to {max(r.tokens for r in records)}. Load b/d {min(loads):.2f} to {max(loads):.2f}. "
+        f"Tokens a batch {min(tokens)} to {max(tokens)}. Load b/d {min(loads):.2f} to {max(loads):.2f}. "
         f"Failed batches: {summary.failed} (counted 0). Given to the attacker: "
         + ", ".join(k for k in records[0].knowledge if k not in ("selection", "update"))
         + f". Tensors: {case.selection.tensors}.",
