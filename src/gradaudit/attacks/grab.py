@@ -116,7 +116,8 @@ class Grab(Attack):
         beams = self.beam_width * tokens * tokens // max(1, batch_size) * whole * max(1, self.score_masks)
         orders = (2 * self.permutations * self.rounds + self.starts) * batch_size  # each of the whole batch
         orders *= max(1, self.score_masks)
-        return int(STEP * self.rounds * self.steps + CANDIDATE * (self.rounds * 2 * beams + orders))
+        steps = self.rounds * (self.steps + self.refit * self.refit_steps)
+        return int(STEP * steps + CANDIDATE * (self.rounds * 2 * beams + orders))
 
     def distance(self, seen: Observation) -> Distance:
         """Return what is measured, with the counters to the defenses that were told.
