@@ -138,6 +138,17 @@ def test_an_attack_that_breaks_is_a_record_and_the_others_go_on(folders, data: P
     assert summary.scores["rougeL"].n == 3  # the failure is in the mean, as 0
 
 
+@pytest.mark.parametrize(("replayed", "flagged"), [(8, False), (0, True)])
+def test_local_steps_that_were_replayed_were_not_read_as_one_gradient(folders, data, tmp_path, replayed, flagged):
+    client = {"optimizer": "sgd", "learning_rate": 0.01, "epochs": 3}
+    attack = {"name": "tag", "steps": 2, "replayed_steps": replayed}
+    ready = make(folders, data, "bert", client=client, attack=attack, knowledge={"labels": True, "lengths": True})
+    record = next(audit.run(ready, tmp_path / "out"))
+    assert record.error is None
+    assert ("delta-as-gradient" in record.flags) == flagged
+    assert ("replayed_steps" in record.details) != flagged
+
+
 def test_flags_name_what_was_done(folders, data: Path, tmp_path: Path):
     ready = make(
         folders, data, "bert", client={"dropout": True}, defense=[{"name": "gaussian", "sigma": 0.1, "relative": False}]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_models
 from gradaudit import audit, bundle, cli
@@ -82,6 +83,28 @@ def test_run_prints_a_json_object_a_batch_and_nothing_else(gradaudit, case: Path
         "run.json",
         "report.html",
     }
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_compile_reaches_the_attack(gradaudit, case: Path, update: Path, tmp_path: Path, monkeypatch, asked: bool):
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    flag = ["--compile"] if asked else []
+    how = [
+        "--set",
+        "attack.name=tag",
+        "--set",
+        "attack.steps=2",
+        "--set",
+        "data.batches=1",
+        "--set",
+        "task=classification",
+    ]
+    code, out, _ = gradaudit("run", case, "--out", tmp_path / "out", "--json", *how, *flag)
+    assert code == 0
+    assert ("compiled" in json.loads(out.splitlines()[0])["details"]) == asked
+    code, out, _ = gradaudit("attack", update, "--json", "--attack", "tag", "--set", "steps=2", *flag)
+    assert code == 0
+    assert ("compiled" in json.loads(out.splitlines()[0])["details"]) == asked
 
 
 def test_run_prints_a_table_and_a_verdict(gradaudit, case: Path, tmp_path: Path):
