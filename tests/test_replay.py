@@ -125,6 +125,7 @@ def test_replaying_reads_what_one_gradient_does_not(load):
         found[steps] = attack(seen, stream(0, "attack"))
     read = {n: len(mine & set(model.content(one.sequences[0]))) for n, one in found.items()}
     assert found[8].details["replayed_steps"] == 4
+    assert found[8].details["gradient_evaluations"] == 4 * found[0].details["gradient_evaluations"]
     assert found[8].notes == ()
     assert "read as one gradient" in found[0].notes[0]
     assert found[8].details["distance"] < 0.5 * found[0].details["distance"]

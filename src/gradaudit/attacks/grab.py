@@ -321,7 +321,7 @@ class _Run:
         refitted = self.refit.spent if self.refit is not None else 0
         details: dict[str, Any] = {
             "distance": best.loss,
-            "gradient_evaluations": self.spent + self.of.evaluations + refitted,
+            "gradient_evaluations": (self.spent + self.of.evaluations + refitted) * self.objective.passes,
             "rounds": rounds,
             **self.objective.details(),
             "labels": self.labels.how,

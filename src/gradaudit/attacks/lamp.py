@@ -128,7 +128,7 @@ class Lamp(Attack):
         classes = tuple((final.argmax(-1) if final.dim() > 1 else final).tolist())
         details: dict[str, Any] = {
             "distance": float(best.loss[0]),
-            "gradient_evaluations": 3 * (self.steps + 1) + of.evaluations,
+            "gradient_evaluations": (3 * (self.steps + 1) + of.evaluations) * objective.passes,
             **objective.details(),
             "labels": labels.how,
         }

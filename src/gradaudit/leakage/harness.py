@@ -72,7 +72,7 @@ def match(
     ids = torch.where(frame.fixed, frame.ids, ids)
     details: dict[str, Any] = {
         "distance": float(found.loss[best]),
-        "gradient_evaluations": found.evaluations,
+        "gradient_evaluations": found.evaluations * objective.passes,
         **objective.details(),
     }
     classes: tuple[int, ...] | None = None

@@ -133,6 +133,11 @@ class Objective:
     def _target(self, values: Tensor) -> Observed:
         return Observed(values, -values if self.distance.differs else None, values.square().sum())
 
+    @property
+    def passes(self) -> int:
+        """Gradients computed for one guess."""
+        return 1
+
     def details(self) -> dict[str, Any]:
         """Return what goes into a record: how many tensors, and whether steps were compiled where that was asked."""
         return {"matched_tensors": self._count} | ({"compiled": self.compiled} if self.compiled else {})

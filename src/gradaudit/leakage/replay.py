@@ -92,9 +92,13 @@ class Replay(Objective):
             found.append(total * self.distance.share(len(self._targets)))
         return torch.cat(found)
 
+    @property
+    def passes(self) -> int:
+        return self._training.steps(self._size)
+
     def details(self) -> dict[str, Any]:
         told = {"compiled": "replayed steps are not compiled"} if asked() else {}
-        return super().details() | told | {"replayed_steps": self._training.steps(self._size)}
+        return super().details() | told | {"replayed_steps": self.passes}
 
     def notes(self) -> list[str]:
         if self._training.minibatch is not None and self._training.minibatch < self._size:
