@@ -134,6 +134,6 @@ def test_replaying_reads_what_one_gradient_does_not(load):
 
 def test_grab_searches_batches_whole_where_steps_are_replayed(load):
     _, batch, seen, _ = scene(load, LocalTraining("sgd", 0.05, epochs=2))
-    found = Grab(rounds=1, steps=3, starts=3, permutations=3, passes=1)(seen, stream(0, "attack"))
+    found = Grab(rounds=1, steps=3, starts=9, permutations=3, passes=1)(seen, stream(0, "attack"))
     assert found.details["replayed_steps"] == 2
     assert [len(s) for s in found.sequences] == [len(s) for s in batch.sequences()]

@@ -191,7 +191,8 @@ class _Run:
             found = search.run(first, [list(p) for p in pools], how.passes, how.beam_width)
             if self.refit is not None:
                 self.refit.labels(self.of.labels)
-                found = self.refit.best([continuous.ids, *(b.ids for b in search.met(how.refit))])
+                before = [last.ids] if last is not None else []
+                found = self.refit.best([continuous.ids, *before, *(b.ids for b in search.met(how.refit))])
             same = last is not None and torch.equal(found.ids, last.ids)
             last = found
             if same or rounds == how.rounds:

@@ -257,7 +257,12 @@ class Objective:
             base: what the others add.
             thin: every so many-th output of each matrix counts.
             keep: how many are estimated so.
+
+        Raises:
+            ValueError: the update is no gradient that factors make (local steps are replayed).
         """
+        if not self.additive:
+            raise ValueError("what local steps change cannot be estimated from a share of it")
         observed = [part.observed for part in self._parts] if base is None else list(base.observed)
         factors = self._factors_of(embeddings, mask, labels, masks, base)
         best = self._distances(factors, observed, 4 * thin).argsort(stable=True)[:keep]

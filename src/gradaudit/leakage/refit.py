@@ -82,4 +82,4 @@ class Refit:
         descent = Descent(vectors, still, of.labels[None], None, self._schedule, self._masks)
         point = minimize(descent, loss, self._schedule.steps, keep_best=False, what="grab: masks of a text")
         self.spent += 3 * point.evaluations
-        return float(point.loss[0])
+        return float(point.loss[0].nan_to_num(nan=torch.inf))
