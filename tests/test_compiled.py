@@ -61,9 +61,10 @@ def test_a_compiled_step_is_the_plain_one_at_every_length_and_for_every_update(l
     [
         ("bert", "*:* head", Cosine(), (4, 6), 2),
         ("bert", "all", Cosine(), (5,), 1),  # with key biases, whose gradient is rounding
+        ("roberta", "all", L2(), (5, 3), 1),  # with a position table that has a padding row
         ("bert", "all", L2(), (5, 3), 1),
         ("gpt2", "*:q,k,v", SquaredL2(0.01), (4,), 3),
-        ("mpnet", "0-1:*", OnSupport(L2()), (3, 6), 1),
+        ("mpnet", "all", OnSupport(L2()), (3, 6), 1),
     ],
 )
 def test_what_is_traced_is_the_plain_step(load, monkeypatch, family, selection, distance, sizes, candidates):

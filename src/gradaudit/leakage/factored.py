@@ -71,7 +71,7 @@ def gradient(how: str, slope: Tensor, read: Tensor, like: torch.Size) -> Tensor:
     Args:
         how: of the tap.
         slope: [N, K, out] slopes at rows that were written.
-        read: [N, K, in] rows read, [N, K] ids of a lookup; anything for a shift.
+        read: [N, K, in] rows read, [N, K] ids of a lookup, -1 for none; anything for a shift.
         like: the gradient's shape.
     """
     if how == "shift":
@@ -80,7 +80,8 @@ def gradient(how: str, slope: Tensor, read: Tensor, like: torch.Size) -> Tensor:
         return (slope * read).sum(1)
     if how == "lookup":
         found = slope.new_zeros(len(slope), *like)
-        return found.scatter_add(1, read[..., None].expand_as(slope), slope)
+        met = read[..., None].expand_as(slope)
+        return found.scatter_add(1, met.clamp_min(0), torch.where(met < 0, 0.0, slope))
     return slope.mT @ read
 
 

@@ -104,6 +104,7 @@ class Objective:
         self._observed = {name: gradients[name] for name in self._views}
         self.watched = tuple(dict.fromkeys(v.parameter for v in self._views.values()))
         taps = self._probe()
+        self.watched = tuple(name for name in self.watched if name in taps)
         views = self._views
         found: dict[str, str] = {n: taps[v.parameter][0].how for n, v in views.items() if v.parameter in taps}
         self._parts = self._arranged(found)

@@ -28,7 +28,7 @@ class Tap:
     Args:
         how: "matrix" [out, in]: sum of outer products written x read; "transposed": the same stored [in, out];
             "shift" [out]: sum of what was written; "scale" [out]: sum of written * read; "lookup" [V, out]: rows by id.
-        read: [n, T, in] rows (normalized ones for a scale), or [n, T] ids of a lookup; empty for a shift.
+        read: [n, T, in] rows (normalized ones for a scale), or [n, T] ids of a lookup, -1 for none; empty for a shift.
         written: [n, ..., out] the module's output, in the graph of the losses; its rows are those of `read`.
     """
 
@@ -95,9 +95,9 @@ def _tap(owner: nn.Module, part: str, read: Any, written: Any, count: int) -> Ta
         return None
     kind = type(owner).__name__
     if isinstance(owner, nn.Embedding):
-        if owner.padding_idx is not None and bool((read == owner.padding_idx).any()):
-            return None  # its row of the gradient is not the sum of what was written
-        return Tap("lookup", read.expand(count, -1), written)
+        # the padding's row of the gradient stays zero, whatever was written
+        ids = read if owner.padding_idx is None else read.masked_fill(read == owner.padding_idx, -1)
+        return Tap("lookup", ids.expand(count, -1), written)
     if part == "bias":
         return Tap("shift", written.new_zeros(0), written)
     before = read.flatten(1, -2) if read.dim() > 2 else read[:, None]
