@@ -1,21 +1,24 @@
 """How fast the matching family is: candidates of the beam search, and steps; medians of one run.
 
-    OMP_NUM_THREADS=2 python benchmarks/matching_speed.py
+    OMP_NUM_THREADS=1 python benchmarks/matching_speed.py
 
 Candidates: slots of a sentence tried with every token of its batch, as Grab's discrete stage does, (a) each candidate's
 whole-batch gradient by itself, (b) many together, (c) only the changed sentence anew, (d) ranked on every 32nd row
-first, the best of these on every eighth, the best of these in full. Writes benchmarks/results/matching-speed.md. Run it
-alone on the machine.
+first, the best of these on every eighth, the best of these in full. Writes its sections of
+benchmarks/results/matching-speed.md. Run it alone on the machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Objective
 from gradaudit.models.transformers import TransformersModel
+from gradaudit.types import Batch, Observation
 
 TIMES = 3
 WAYS = {
@@ -70,68 +74,113 @@ def step_of(
     torch.autograd.grad(value, wanted, allow_unused=True)
 
 
+@dataclass(frozen=True)
+class Scene:
+    """One batch as its attacker sees it, and the truth that guesses are made of."""
+
+    model: TransformersModel
+    batch: Batch
+    seen: Observation
+
+    @property
+    def size(self) -> int:
+        """Return the number of sentences."""
+        return len(self.batch.ids)
+
+
+def candidates(scene: Scene) -> list[str]:
+    """Return rows of the candidates' table."""
+    ids, mask, table, size = scene.batch.ids, scene.batch.mask, scene.model.word_vectors(), scene.size
+    assert scene.batch.labels is not None
+    special = torch.tensor(sorted(scene.model.special.ids), device=ids.device)
+    frame = Layout(ids, mask, torch.isin(ids, special) & mask)
+    objective, masks = Objective(scene.seen, L2()), Masks(size, torch.Generator().manual_seed(0))
+    pool = sorted(set(ids[mask].tolist()) - scene.model.special.ids)
+    slots = torch.where(~frame.fixed[0] & mask[0])[0].tolist()[: 3 if size > 1 else 6]
+    wrong = ids.clone()
+    wrong[0, slots] = torch.tensor(pool[: len(slots)], device=ids.device)
+    lines: list[str] = []
+    kept: list[bytes] = []
+    first = 0.0
+    for way, how in WAYS.items():
+        of = Candidates(objective, frame, scene.batch.labels, (masks,), int(how["screen"]), int(how["together"]))
+        took, answers = [], []
+        for _ in range(TIMES):
+            search = BeamSearch(of, table, scene.model.special, anew=bool(how["anew"]))
+            began = now()
+            answers = [beam.key() for beam in search.try_slots(wrong, 0, slots, pool, 1)]
+            took.append((now() - began) / (len(slots) * (len(pool) - 1)))
+        kept = kept or answers
+        each = statistics.median(took)
+        first = first or each
+        same = "yes" if answers == kept else "no"
+        lines.append(f"| {size} | {way} | {1e3 * each:.1f} | {first / each:.1f} | {same} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def steps(scene: Scene) -> list[str]:
+    """Return rows of the steps' table."""
+    masks, lines = Masks(scene.size, torch.Generator().manual_seed(0)), []
+    distances: list[tuple[str, Distance, Masks | None]] = [
+        ("grab, masks learned", L2(), masks), ("lamp cos", Cosine(), None), ("tag", SquaredL2(0.01), None)
+    ]  # fmt: skip
+    assert scene.batch.labels is not None
+    for name, distance, some in distances:
+        measured = Objective(scene.seen, distance)
+        vectors = scene.model.word_vectors()[scene.batch.ids][None].clone().requires_grad_()
+        act = partial(step_of, measured, vectors, scene.batch.mask, scene.batch.labels[None], some)
+        took_step = median_seconds(act, 9)
+        with compiling():
+            took_compiled = median_seconds(act, 9)
+        lines.append(
+            f"| {scene.size} | {int(scene.batch.mask.sum())} | {name} | {'yes' if some is not None else 'no'} "
+            f"| {1e3 * took_step:.0f} | {1e3 * took_compiled:.0f} | {measured.compiled} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+PARTS: dict[str, tuple[Callable[[Scene], list[str]], str]] = {
+    "candidates": (candidates, "| B | way | ms a candidate, median of 3 | times (a) | same answer |"),
+    "steps": (steps, "| B | tokens | distance | masks | ms a step | compiled | was it |"),
+}
+
+
 def main() -> None:
-    """Measure both, write the table."""
+    """Measure what was asked for, and write its sections of the file; the others stay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=list(PARTS), help="one alone; both unless named")
+    given = parser.parse_args()
+    asked = [given.part] if given.part else list(PARTS)
     keep_freed_memory()  # as the program does
     code, device, model = commit(), pick_device("auto"), None
-    lines = ["| B | way | ms a candidate, median of 3 | times (a) | same answer |", "|---|---|---|---|---|"]
-    steps = ["", "| B | tokens | distance | masks | ms a step | compiled | was it |", "|---" * 7 + "|"]
+    rows: dict[str, list[str]] = {part: [] for part in asked}
     for size in (1, 8):
         ready = prepare(parse_case(Cell("cola", size, 1, PRACTICAL).case()), Path.cwd(), device, model)
         model = ready.model
         assert isinstance(model, TransformersModel)
         batch = private_batch(ready, 0)
-        seen = sent(ready, batch, 0)[1]
         assert batch.labels is not None
-        ids, labels, table = batch.ids.to(device), batch.labels.to(device), model.word_vectors()
-        special = torch.tensor(sorted(model.special.ids), device=device)
-        mask = batch.mask.to(device)
-        frame = Layout(ids, mask, torch.isin(ids, special) & mask)
-        objective, masks = Objective(seen, L2()), Masks(size, torch.Generator().manual_seed(0))
-        pool = sorted(set(ids[mask].tolist()) - model.special.ids)
-        slots = torch.where(~frame.fixed[0] & mask[0])[0].tolist()[: 3 if size > 1 else 6]
-        wrong = ids.clone()
-        wrong[0, slots] = torch.tensor(pool[: len(slots)], device=device)
-        kept: list[bytes] = []
-        first = 0.0
-        for way, how in WAYS.items():
-            of = Candidates(objective, frame, labels, (masks,), int(how["screen"]), int(how["together"]))
-            took, answers = [], []
-            for _ in range(TIMES):
-                search = BeamSearch(of, table, model.special, anew=bool(how["anew"]))
-                began = now()
-                answers = [beam.key() for beam in search.try_slots(wrong, 0, slots, pool, 1)]
-                took.append((now() - began) / (len(slots) * (len(pool) - 1)))
-            kept = kept or answers
-            each = statistics.median(took)
-            first = first or each
-            same = "yes" if answers == kept else "no"
-            lines.append(f"| {size} | {way} | {1e3 * each:.1f} | {first / each:.1f} | {same} |")
-            print(lines[-1], flush=True)
-        distances: list[tuple[str, Distance, Masks | None]] = [
-            ("grab, masks learned", L2(), masks), ("lamp cos", Cosine(), None), ("tag", SquaredL2(0.01), None)
-        ]  # fmt: skip
-        for name, distance, some in distances:
-            measured = Objective(seen, distance)
-            vectors = table[ids][None].clone().requires_grad_()
-
-            act = partial(step_of, measured, vectors, mask, labels[None], some)
-            took_step = median_seconds(act, 9)
-            with compiling():
-                took_compiled = median_seconds(act, 9)
-            steps.append(
-                f"| {size} | {int(mask.sum())} | {name} | {'yes' if some is not None else 'no'} "
-                f"| {1e3 * took_step:.0f} | {1e3 * took_compiled:.0f} | {measured.compiled} |"
-            )
-            print(steps[-1], flush=True)
+        here = replace(batch, ids=batch.ids.to(device), mask=batch.mask.to(device), labels=batch.labels.to(device))
+        scene = Scene(model, here, sent(ready, batch, 0)[1])
+        for part in asked:
+            rows[part] += PARTS[part][0](scene)
     threads = os.environ.get("OMP_NUM_THREADS", "all")
-    text = (
-        f"Made by `OMP_NUM_THREADS={threads} python {shlex.join(sys.argv)}` (commit {code}) on {device}. MiniLM, CoLA, "
-        "practical setting. The released code takes 110 ms an evaluation and 250 to 360 ms a step at B = 1, one thread "
-        "(measured_peers.md).\n\n"
-    )
     path = Path("benchmarks/results/matching-speed.md")
-    path.write_text(text + "\n".join(lines) + "\n" + "\n".join(steps) + "\n", encoding="utf8")
+    before = path.read_text(encoding="utf8") if path.exists() else ""
+    found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", before, flags=re.MULTILINE | re.DOTALL))
+    for part in asked:
+        header = PARTS[part][1]
+        found[part] = (
+            f"\nMade by `OMP_NUM_THREADS={threads} python {shlex.join(sys.argv)}` (commit {code}) on {device}. MiniLM, "
+            "CoLA, practical setting. The released code takes 110 ms an evaluation and 250 to 360 ms a step at B = 1, "
+            "one thread (measured_peers.md).\n\n"
+            + "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows[part]])
+            + "\n\n"
+        )
+    text = "".join(f"## {part}\n{found[part]}" for part in PARTS if part in found)
+    path.write_text(text.rstrip() + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":
