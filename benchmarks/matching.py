@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the records")
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/matching"), help="tables' folder")
     parser.add_argument("--batches", type=int, default=0, help="stop after so many batches; 0 for all")
-    parser.add_argument("--rows", default="", help="run only these rows, as 0,1, and write no table")
+    parser.add_argument("--rows", default="", help="only these rows, as 0,1; without --table no table")
     parser.add_argument("--table", action="store_true", help="run nothing, write the tables of what is there")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the steps")
@@ -236,10 +236,11 @@ def measure(given: argparse.Namespace) -> None:
     for group in given.groups:
         cells = GROUPS[group]()
         folders = [given.out / f"matching-{group}-{cell.title.replace(' ', '-').replace(',', '')}" for cell in cells]
-        if given.table:
-            write(given, group, cells, [list(read_lines(folder / RECORDS, Record)) for folder in folders], device)
-            continue
         chosen = [int(n) for n in given.rows.split(",")] if given.rows else list(range(len(cells)))
+        if given.table:
+            found = [list(read_lines(folders[n] / RECORDS, Record)) for n in chosen]
+            write(given, group, [cells[n] for n in chosen], found, device)
+            continue
         runs = {}
         for n in chosen:
             ready = prepare(parse_case(cells[n].case()), Path.cwd(), device, model)
