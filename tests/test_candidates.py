@@ -16,10 +16,11 @@ from gradaudit.leakage.beams import BeamSearch, ended, moves
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent
 from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, SquaredL2
-from gradaudit.leakage.factored import Observed, Product, of_products
+from gradaudit.leakage.factored import Observed, Product, gradient, of_products
 from gradaudit.leakage.layout import Layout, layout
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Objective
+from gradaudit.models.taps import _tap
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given
@@ -92,6 +93,19 @@ def test_an_estimate_from_some_rows_is_right_where_rows_repeat():
         whole = of_products([Product(slope, read, observed)], distance)
         some = of_products([Product(slope[..., ::4], read, observed.thinned(4))], distance, 4)
         torch.testing.assert_close(some, whole)
+
+
+def test_a_padding_row_of_a_table_gets_no_gradient():
+    """The oracle is torch's own embedding with a padding index."""
+    table = torch.nn.Embedding(5, 3, padding_idx=1)
+    table.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[1, 4, 2, 4], [0, 1, 1, 3]])
+    tap = _tap(table, "weight", ids, written := table(ids), 2)
+    weights = torch.randn(written.shape, generator=torch.Generator().manual_seed(1))
+    (right,) = torch.autograd.grad((weights * written).sum(), table.weight)
+    assert tap is not None
+    torch.testing.assert_close(gradient(tap.how, weights, tap.read, table.weight.shape).sum(0), right)
+    assert float(right[1].abs().sum()) == 0
 
 
 @pytest.mark.parametrize("together", [0, 3])

@@ -13,8 +13,8 @@ def keep_freed_memory() -> bool:
     """Let tensors of up to 32 MiB come from memory that stays with the process (at most 512 MiB unused at its end).
 
     A batch of candidates makes and drops thousands of tensors of some MiB; fetched from the system page by page each
-    time, they cost a quarter of the search's time (benchmarks/results/matching-speed.md). Only glibc is told; for a
-    program, not for a library: the setting is the whole process's.
+    time, they cost a fifth to a quarter of a candidate's time (read by hand, in a sandbox where that is dear). Only
+    glibc is told; for a program, not for a library: the setting is the whole process's.
 
     Returns:
         Whether the C library took it.
