@@ -294,7 +294,7 @@ class _Run:
             self.of.labels = point.labels[0]
         ids = nearest_tokens(point.embeddings[0], self.table, sorted(self.model.special.ids))
         ids = torch.where(still, slots.ids, ids)
-        return Beam(ids, float(self.of.measure(self.table[ids][None], 1, slots.mask[None])[0]))
+        return Beam(ids, float(self.of.measure(self.table[ids][None], slots.mask[None])[0]))
 
     def _orders(self, ids: Tensor, slots: Layout) -> list[Tensor]:
         """Return the best orders of a guess's tokens, as many as the beam is wide."""

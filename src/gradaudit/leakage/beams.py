@@ -167,17 +167,12 @@ class BeamSearch:
         return sorted(every.values(), key=lambda b: b.loss)[:width]
 
     def _best_of(self, new: dict[bytes, Tensor], bases: dict[bytes, Base] | None, row: int, width: int) -> list[Beam]:
-        """Measure guesses that differ in one sentence: all on a share first, the best of them in full."""
-        screen = self._of.screen
-        if screen > 1 and len(new) > 2 * width:
-            estimates = self._measured(list(new.values()), bases, row, screen, 2 * width)
-            keep = sorted(range(len(new)), key=lambda n: estimates[n])[: 2 * width]
-            listed = list(new.items())
-            new = dict(listed[n] for n in keep)
+        """Measure guesses that differ in one sentence, and return those that were measured in full."""
         found = []
-        for (key, ids), value in zip(new.items(), self._measured(list(new.values()), bases, row, 1), strict=True):
-            self._known[key] = Beam(ids, value)
-            found.append(self._known[key])
+        for (key, ids), value in zip(new.items(), self._measured(list(new.values()), bases, row, width), strict=True):
+            if value < float("inf"):
+                self._known[key] = Beam(ids, value)
+                found.append(self._known[key])
         return found
 
     def _moved(self, beams: list[Beam], row: int, width: int) -> list[Beam]:
@@ -224,14 +219,12 @@ class BeamSearch:
         )
         return None if torch.equal(out, ids) else out
 
-    def _measured(
-        self, ids: list[Tensor], bases: dict[bytes, Base] | None, row: int, thin: int, keep: int = 0
-    ) -> list[float]:
-        """Return distances; only the sentence `row` is computed where the others' part is at hand."""
+    def _measured(self, ids: list[Tensor], bases: dict[bytes, Base] | None, row: int, width: int) -> list[float]:
+        """Return distances, infinite for all but the best; only `row` is computed where the others' part is known."""
         if not ids:
             return []
         if bases is None:
-            return self._whole(ids, thin, keep)
+            return self._whole(ids, 2 * width)
         values = [0.0] * len(ids)
         groups: dict[bytes, list[int]] = {}
         for n, one in enumerate(ids):
@@ -242,14 +235,14 @@ class BeamSearch:
             longest = int(mask.sum(-1).max())  # the batch's padding behind this sentence is no part of it
             mask, some = mask[..., :longest], some[..., :longest]
             vectors = self._table[some[:, row : row + 1]]
-            found = self._of.measure(vectors, thin, mask, row, bases[others], keep)
+            found = self._of.measure(vectors, mask, row, bases[others], 2 * width)
             for n, value in zip(members, found.tolist(), strict=True):
                 values[n] = value
         return values
 
-    def _whole(self, ids: list[Tensor], thin: int = 1, keep: int = 0) -> list[float]:
+    def _whole(self, ids: list[Tensor], keep: int = 0) -> list[float]:
         every = torch.stack(ids)
-        return self._of.measure(self._table[every], thin, self._of.lengths_of(every, self._pad), keep=keep).tolist()
+        return self._of.measure(self._table[every], self._of.lengths_of(every, self._pad), keep=keep).tolist()
 
     def _bases(self, beams: list[Beam], row: int) -> dict[bytes, Base] | None:
         """Return what the sentences other than `row` add in each guess; None where all is computed anew."""

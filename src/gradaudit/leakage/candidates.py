@@ -1,4 +1,4 @@
-"""Many guesses measured together: estimated on a share of each matrix first, the best of them in full."""
+"""Many guesses measured together: ranked by a share of each matrix first, the best of them in full."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class Candidates:
     def measure(
         self,
         vectors: Tensor,
-        thin: int = 1,
         mask: Tensor | None = None,
         row: int | None = None,
         base: Base | None = None,
@@ -52,14 +51,15 @@ class Candidates:
 
         Args:
             vectors: [N, B, T, d], or [N, 1, T, d] with `row` and `base`.
-            thin: estimate from every so many-th row.
             mask: [N, B, T] where guesses differ in length; the frame's when None.
             row: the one sentence that the guesses are about; None for the whole batch.
             base: what the others add, with `row`.
-            keep: an estimate of the so many best is enough: others may come out infinite; 0 for all.
+            keep: only the best so many are asked for, found by a ranking (`screen`); others may come out infinite.
+                0 for all.
         """
         pick = slice(None) if row is None else torch.tensor([row], device=vectors.device)
         labels = self.labels[pick]
+        narrow = keep > 0 and self.screen > 1 and len(vectors) > 4 * keep
         size = self.together or self._fitting(vectors)
         found = []
         for at in range(0, len(vectors), size):
@@ -67,11 +67,11 @@ class Candidates:
             shown = self.frame.mask[pick] if mask is None else mask[at : at + size]
             targets = labels.expand(len(part), *labels.shape)
             under = [masks.only(pick) if masks is not None else None for masks in self.masks]
-            if keep and thin > 1 and len(under) == 1:
-                found.append(self.objective.estimated(part, shown, targets, under[0], base, thin, 4 * keep))
-                continue
-            each = [self.objective(part, shown, targets, masks, base, thin) for masks in under]
-            found.append(torch.stack(each).mean(0))
+            if narrow:
+                found.append(self.objective.best_of(part, shown, targets, under, base, self.screen, keep))
+            else:
+                each = [self.objective(part, shown, targets, masks, base) for masks in under]
+                found.append(torch.stack(each).mean(0))
         self.evaluations += len(vectors) * len(self.masks)
         return torch.cat(found)
 
@@ -83,19 +83,16 @@ class Candidates:
             keep: how many.
             mask: as `measure` has it.
         """
-        chosen = torch.arange(len(vectors), device=vectors.device)
-        if self.screen > 1 and len(vectors) > 4 * keep:
-            chosen = self.measure(vectors, self.screen, mask, keep=4 * keep).argsort(stable=True)[: 4 * keep]
-        values = self.measure(vectors[chosen], 1, None if mask is None else mask[chosen])
+        values = self.measure(vectors, mask, keep=keep)
         order = values.argsort(stable=True)[:keep]
-        return chosen[order], values[order]
+        return order, values[order]
 
     def lengths_of(self, ids: Tensor, pad: int) -> Tensor:
         """Return the mask of token guesses [..., B, T] in which padding ends a sentence."""
         return self.frame.mask & ((ids == pad) & ~self.frame.fixed).cumsum(-1).eq(0)
 
     def _fitting(self, vectors: Tensor) -> int:
-        rows = vectors.shape[1] * vectors.shape[2]
+        rows = vectors.shape[1] * vectors.shape[2] * len(self.masks)
         most = _ROWS
         if vectors.is_cuda:
             free, _ = torch.cuda.mem_get_info(vectors.device)

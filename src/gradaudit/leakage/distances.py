@@ -56,6 +56,10 @@ class Distance(ABC):
     l1: float
     """Weight of the L1 term, 0 for none."""
 
+    def rough(self) -> Distance | None:
+        """Return what ranks guesses much as this distance does and needs inner products only; None for nothing."""
+        return None
+
     @abstractmethod
     def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
         """Return the distance [N, k] of each tensor from its sums, and its derivative."""
@@ -102,17 +106,16 @@ class Distance(ABC):
         return total * self.share(len(predicted))
 
 
-def sums_of(q: Tensor, o: Tensor, distance: Distance, of: int = 1) -> Sums:
-    """Return the sums over [N, k, w] tensors that a distance asks for."""
+def sums_of(q: Tensor, o: Tensor, distance: Distance, of: int = 1, spare: bool = False) -> Sums:
+    """Return the sums over [N, k, w] tensors that a distance asks for; with `spare`, q may be overwritten."""
     nothing = q.new_zeros(q.shape[:2])
-    return Sums(
-        # four times faster than a norm of order 1, and twice than a dot product (torch 2.13, CPU)
-        absolute=q.abs().sum(-1) if distance.l1 else nothing,
-        square=torch.linalg.vector_norm(q, dim=-1).square(),
-        along=nothing if distance.differs else torch.linalg.vecdot(q, o),
-        observed=nothing[0] if distance.differs else torch.linalg.vecdot(o, o),
-        of=of,
-    )
+    square = torch.linalg.vector_norm(q, dim=-1).square()
+    along = nothing if distance.differs else torch.linalg.vecdot(q, o)
+    observed = nothing[0] if distance.differs else torch.linalg.vecdot(o, o)
+    if not distance.l1:
+        return Sums(nothing, square, along, observed, of)
+    # four times faster than a norm of order 1 (torch 2.13, CPU)
+    return Sums((q.abs_() if spare else q.abs()).sum(-1), square, along, observed, of)
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,9 @@ class SquaredL2(Distance):
     """
 
     l1: float = 0.0
+
+    def rough(self) -> Distance:
+        return SquaredL2()
 
     def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
         return sums.of * (sums.square + self.l1 * sums.absolute), Slope(sign=self.l1, own=2.0)
@@ -141,6 +147,9 @@ class L2(Distance):
     """
 
     l1: float = 0.01
+
+    def rough(self) -> Distance:
+        return L2(0.0)
 
     def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
         norm = sums.square.sqrt()
@@ -167,6 +176,9 @@ class Cosine(Distance):
     differs: ClassVar[bool] = False
     inner_products: ClassVar[bool] = True
     l1: ClassVar[float] = 0.0  # type: ignore[misc]
+
+    def rough(self) -> Distance:
+        return self
 
     def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
         tiny = torch.finfo(sums.square.dtype).tiny
@@ -215,13 +227,17 @@ class OnSupport(Distance):
 class Normalized(Distance):
     """The inner distance of each predicted tensor scaled to unit norm, as a client does that adds noise after that.
 
-    Grab's counter to its noise (section 5.4).
+    Grab's counter to its noise (section 5.4). A tensor whose gradient is zero but for rounding (see `Cosine`) was
+    scaled to a unit of nothing by the client, and is not compared.
 
     Args:
         inner: what is measured then.
+        silent: a predicted tensor smaller than this share of the largest of those measured together counts as zero.
     """
 
     inner: Distance
+    silent: float = 1e-6
+
     differs: ClassVar[bool] = False
     streams: ClassVar[bool] = False
     l1: ClassVar[float] = 0.0  # type: ignore[misc]
@@ -231,10 +247,12 @@ class Normalized(Distance):
 
     def each(self, p: Tensor, o: Tensor, slope: bool, of: int = 1) -> tuple[Tensor, Tensor | None]:
         norm = torch.linalg.vector_norm(p, dim=-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny) * math.sqrt(of)
+        heard = norm > self.silent * norm.amax(1, keepdim=True)
         unit = p / norm
-        value, outer = self.inner.each(unit - o if self.inner.differs else unit.clone(), o, slope, of)
+        value, outer = self.inner.each((unit - o if self.inner.differs else unit) * heard, o, slope, of)
         if outer is None:
             return value, None
+        outer = outer * heard
         along = (outer * unit).sum(-1, keepdim=True)
         return value, (outer - along * unit) / norm
 

@@ -20,6 +20,8 @@ _BLOCK = 160_000
 """Gradient values measured at a time on a CPU: what is made of them stays in a core's cache."""
 _BLOCK_CUDA = 32_000_000
 """The same on a GPU, where few large launches pay."""
+_LINES = 48
+"""Rows of a matrix that are worth a call: with more candidates than fit so, some wait."""
 _Parts = dict[str, tuple[Tensor, Tensor]]
 """By part of `Slope` ("all" where it is known beforehand): what it brings to the slopes and to the rows read."""
 
@@ -63,6 +65,10 @@ class Product:
     slope: Tensor
     read: Tensor
     observed: Observed
+
+    def only(self, some: Tensor, every: int) -> Product:
+        """Return that of some candidates, and every so many-th row of it."""
+        return Product(self.slope[..., ::every][some], self.read[some], self.observed.thinned(every))
 
 
 def gradient(how: str, slope: Tensor, read: Tensor, like: torch.Size) -> Tensor:
@@ -111,6 +117,39 @@ def of_products(matrices: Sequence[Product], distance: Distance, of: int = 1) ->
     factors = [*(m.slope for m in matrices), *(m.read for m in matrices)]
     value: Tensor = _Products.apply(targets, distance, of, *factors)  # type: ignore[no-untyped-call]
     return value
+
+
+@torch.no_grad()
+def rank_of_products(matrices: Sequence[Product], distance: Distance, of: int = 1) -> Tensor:
+    """Return the distance [N] of matrices by inner products of their factors alone: fast, and rounded.
+
+    A small difference of large gradients comes out with the rounding of the large ones: good for a ranking, whose best
+    are then measured entry by entry.
+
+    Args:
+        matrices: as `of_products` has them.
+        distance: one without an L1 term.
+        of: as `Sums` has it.
+    """
+    value, _ = distance.combine(_beside([_inner_products(m, distance, of) for m in matrices]))
+    return value.sum(1)
+
+
+def _inner_products(m: Product, distance: Distance, of: int) -> Sums:
+    """Return a matrix's sums by inner products of its factors with one another and with what they are compared with."""
+    square = (torch.bmm(m.slope, m.slope.mT) * torch.bmm(m.read, m.read.mT)).sum((1, 2))
+    values, offset = m.observed.values, m.observed.offset
+    along = torch.zeros_like(square) if distance.differs else _along(m, values)
+    if offset is not None:
+        square = square + 2 * _along(m, offset) + offset.square().sum()
+        along = along if distance.differs else along + (offset * values).sum()
+    nothing = torch.zeros_like(square)[:, None]
+    return Sums(nothing, square.clamp_min(0)[:, None], along[:, None], m.observed.energy[None], of)
+
+
+def _along(m: Product, fixed: Tensor) -> Tensor:
+    """Return the inner products [N] of outer products with a fixed matrix."""
+    return ((m.read.flatten(0, 1) @ fixed.T).view(m.slope.shape) * m.slope).sum((1, 2))
 
 
 class _Whole(torch.autograd.Function):
@@ -196,7 +235,8 @@ def _by_blocks(
     target, offset = observed.values, observed.offset
     deep, wide = target.shape
     most = _BLOCK_CUDA if slope.is_cuda else _BLOCK
-    some, lines = max(1, most // target.numel()), max(1, most // wide)
+    some = max(1, most // (min(deep, _LINES) * wide))
+    lines = max(1, most // (wide * min(some, len(slope))))
     known = distance.known()
     all_sums: list[Sums] = []
     all_parts: list[_Parts] = []
@@ -210,7 +250,7 @@ def _by_blocks(
             if offset is not None:
                 q += offset[line : line + lines]
             q = distance.seen(q, o)
-            sums.append(sums_of(q.flatten(1)[:, None], o.reshape(1, -1), distance, of))
+            sums.append(sums_of(q.flatten(1)[:, None], o.reshape(1, -1), distance, of, spare=not wanted))
             if not wanted:
                 continue
             if known is not None:

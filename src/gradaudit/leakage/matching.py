@@ -17,7 +17,7 @@ from torch import Tensor
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.compiled import distance_by_compiled_step
 from gradaudit.leakage.distances import Distance
-from gradaudit.leakage.factored import Observed, Product, gradient, of_products, of_whole
+from gradaudit.leakage.factored import Observed, Product, gradient, of_products, of_whole, rank_of_products
 from gradaudit.leakage.masks import Masks
 from gradaudit.models.base import View
 from gradaudit.models.taps import Tap, Traced
@@ -154,7 +154,6 @@ class Objective:
         labels: Tensor,
         masks: Masks | None = None,
         base: Base | None = None,
-        thin: int = 1,
     ) -> Tensor:
         """Return the distance of each candidate, [N]; differentiable by all that has a gradient.
 
@@ -164,17 +163,13 @@ class Objective:
             labels: [N, B, ...] labels or distributions, as `TextModel.loss` takes them.
             masks: dropout masks in force; None is without dropout.
             base: what the sentences not given here add to the update; None when all are given.
-            thin: estimate from every so many-th output of each matrix; only without a graph.
         """
-        learning = torch.is_grad_enabled()
-        if learning and thin > 1:
-            raise ValueError("an estimate has no slope: use thin under torch.no_grad")
-        if learning and base is None:
+        if torch.is_grad_enabled() and base is None:
             value, self.compiled = distance_by_compiled_step(self, embeddings, mask, labels, masks)
             if value is not None:
                 return value
         observed = [part.observed for part in self._parts] if base is None else list(base.observed)
-        return self._measured(embeddings, mask, labels, masks, observed, base, thin)
+        return self._distances(self._factors_of(embeddings, mask, labels, masks, base), observed)
 
     def structure(self) -> Hashable:
         """Return all that the operations depend on but the guess and `targets`."""
@@ -193,20 +188,7 @@ class Objective:
         each = 3 if self.distance.differs else 2
         cut = [targets[n : n + each] for n in range(0, len(targets), each)]
         observed = [Observed(values, offset[0] if offset else None, energy) for values, energy, *offset in cut]
-        return self._measured(embeddings, mask, labels, masks, observed)
-
-    def _measured(
-        self,
-        embeddings: Tensor,
-        mask: Tensor,
-        labels: Tensor,
-        masks: Masks | None,
-        observed: Sequence[Observed],
-        base: Base | None = None,
-        thin: int = 1,
-    ) -> Tensor:
-        factors = self._factors_of(embeddings, mask, labels, masks, base)
-        return self._distances(factors, observed, thin)
+        return self._distances(self._factors_of(embeddings, mask, labels, masks, None), observed)
 
     def _factors_of(
         self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, base: Base | None
@@ -218,46 +200,53 @@ class Objective:
             total = self._weighted(traced.losses, embeddings, mask, base)
             return self._factors(traced, total, len(embeddings), learning)
 
-    def _distances(self, factors: dict[str, _Factors], observed: Sequence[Observed], thin: int) -> Tensor:
+    def _distances(self, factors: dict[str, _Factors], observed: Sequence[Observed], thin: int = 1) -> Tensor:
         """Return the distances [N] of updates by their factors, or estimates from every so many-th row."""
         some = next(iter(factors.values())).slope
         found = torch.zeros(len(some), device=some.device, dtype=some.dtype)
-        products: list[Product] = []
         for part, target in zip(self._parts, observed, strict=True):
-            if part.matrix:
-                made = self._at(part.places[0], factors)
-                slope = made.slope if thin == 1 else made.slope[..., ::thin]
-                products.append(Product(slope, made.read, target.thinned(thin)))
-            else:
+            if not part.matrix:
                 found = found + of_whole(self._vectors(part, factors), target, self.distance)
+        products = self._products(factors, observed, thin)
         if products:
             found = found + of_products(products, self.distance, thin)
         return found * self.distance.share(self._count)
 
+    def _products(self, factors: dict[str, _Factors], observed: Sequence[Observed], thin: int) -> list[Product]:
+        """Return the matrices' factors beside what they are compared with, or every so many-th row of both."""
+        found = []
+        for part, target in zip(self._parts, observed, strict=True):
+            if part.matrix:
+                made = self._at(part.places[0], factors)
+                slope = made.slope if thin == 1 else made.slope[..., ::thin].contiguous()
+                found.append(Product(slope, made.read, target.thinned(thin)))
+        return found
+
     @torch.no_grad()
-    def estimated(
+    def best_of(
         self,
         embeddings: Tensor,
         mask: Tensor,
         labels: Tensor,
-        masks: Masks | None = None,
-        base: Base | None = None,
-        thin: int = 8,
-        keep: int = 8,
+        masks: Sequence[Masks | None],
+        base: Base | None,
+        thin: int,
+        keep: int,
     ) -> Tensor:
-        """Return estimated distances [N] of the best candidates, infinite for the rest.
+        """Return the distances [N] of the best candidates, infinite for the rest, from one pass through the model.
 
-        All are ranked on a quarter of what `thin` leaves, the best of them once more: passes through the model are
-        made once.
+        All are ranked by inner products on a share of each matrix (without the L1 term), the best of them by the
+        share's entries, and the best of these are measured in full. Where inner products do not give the distance,
+        all are ranked by entries, on a fourth of the share.
 
         Args:
-            embeddings: as in a call, like all up to `base`.
+            embeddings: as in a call, like `mask`, `labels` and `base`.
             mask: [B, T] or [N, B, T].
             labels: [N, B, ...].
-            masks: dropout masks in force.
+            masks: dropout masks; of several, the mean of the distances under each.
             base: what the others add.
-            thin: every so many-th output of each matrix counts.
-            keep: how many are estimated so.
+            thin: every so many-th output of each matrix counts where candidates are ranked by inner products.
+            keep: how many are measured in full; four times as many come to the second ranking.
 
         Raises:
             ValueError: the update is no gradient that factors make (local steps are replayed).
@@ -265,12 +254,34 @@ class Objective:
         if not self.additive:
             raise ValueError("what local steps change cannot be estimated from a share of it")
         observed = [part.observed for part in self._parts] if base is None else list(base.observed)
-        factors = self._factors_of(embeddings, mask, labels, masks, base)
-        best = self._distances(factors, observed, 4 * thin).argsort(stable=True)[:keep]
-        some = {name: f.only(best) for name, f in factors.items()}
+        made = [self._factors_of(embeddings, mask, labels, some, base) for some in masks]
         found = torch.full((len(embeddings),), torch.inf, device=embeddings.device, dtype=embeddings.dtype)
-        found[best] = self._distances(some, observed, thin)
+        left = self._ranked([self._products(factors, observed, thin) for factors in made], thin, keep)
+        some = [factors if left is None else _only(factors, left) for factors in made]
+        found[slice(None) if left is None else left] = _mean([self._distances(f, observed) for f in some])
         return found
+
+    def _ranked(self, made: Sequence[Sequence[Product]], thin: int, keep: int) -> Tensor | None:
+        """Return the candidates that are nearest by their matrices; None where no matrix was seen.
+
+        Args:
+            made: by dropout masks, every so many-th row of each matrix.
+            thin: how many-th.
+            keep: how many to return.
+        """
+        if not made[0]:
+            return None
+        rough, left = self.distance.rough(), torch.arange(len(made[0][0].slope), device=made[0][0].slope.device)
+        if len(left) > 4 * keep:
+            if rough is not None:
+                first = [rank_of_products(products, rough, thin) for products in made]
+            else:
+                first = [of_products([p.only(left, 4) for p in products], self.distance, 4 * thin) for products in made]
+            left = _mean(first).argsort(stable=True)[: 4 * keep]
+        if len(left) > keep:
+            second = [of_products([p.only(left, 1) for p in products], self.distance, thin) for products in made]
+            left = left[_mean(second).argsort(stable=True)[:keep]]
+        return left
 
     @staticmethod
     def _at(place: _Place, factors: dict[str, _Factors]) -> _Factors:
@@ -392,6 +403,15 @@ class Objective:
             mask = torch.ones(2, 3, dtype=torch.bool, device=vectors.device)
             labels = torch.zeros((2, 3) if self._causal else 2, dtype=torch.long, device=vectors.device)
             return model.traced(embeddings=vectors, mask=mask, labels=labels, watch=self.watched).taps
+
+
+def _mean(values: Sequence[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(list(values)).mean(0)
+
+
+def _only(factors: dict[str, _Factors], some: Tensor) -> dict[str, _Factors]:
+    """Return the factors of some candidates."""
+    return {name: f.only(some) for name, f in factors.items()}
 
 
 @dataclass(frozen=True)

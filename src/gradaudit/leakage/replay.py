@@ -77,12 +77,9 @@ class Replay(Objective):
         labels: Tensor,
         masks: Masks | None = None,
         base: Base | None = None,
-        thin: int = 1,
     ) -> Tensor:
         if masks is not None or base is not None:
             raise NotSupportedError("local steps are replayed without dropout, and a batch as a whole")
-        if thin != 1:
-            raise ValueError("what local steps change cannot be estimated from a share of it")
         learning = torch.is_grad_enabled()
         found = []
         for n, vectors in enumerate(embeddings):

@@ -7,6 +7,8 @@ add a class with the same attributes and list it in `FAMILIES`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +70,11 @@ class Family(ABC):
         """Return the family's own position ids for 0-based positions."""
         return positions
 
+    @contextmanager
+    def classifying(self) -> Iterator[None]:
+        """Leave out, inside the block, rows of the last block that classification does not read."""
+        yield
+
     def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Return classification logits from the last hidden states [B, T, d]."""
         last = mask.long().sum(1) - 1  # right padding: the last real token is the pooled one
@@ -85,6 +92,8 @@ class _Encoder(Family):
 
     causal = False
     roles: dict[str, str]
+    first_alone: Sequence[str] = ("intermediate", "output")
+    """Modules of a block whose inputs have one row a token, and whose outputs go nowhere else."""
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -93,6 +102,20 @@ class _Encoder(Family):
 
     def views(self, layer: int, role: str) -> list[View]:
         return [self._matrix(layer, role, self.roles[role])]
+
+    @contextmanager
+    def classifying(self) -> Iterator[None]:
+        # the heads read the first row alone: of the last block's widest part all others are computed for nothing
+        def first_row(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return tuple(value[:, :1] for value in inputs)
+
+        places = [self.blocks[-1].get_submodule(path) for path in self.first_alone]
+        hooks = [place.register_forward_pre_hook(first_row) for place in places]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.core.embeddings(input_ids=ids, position_ids=self.position_ids(positions))
@@ -121,6 +144,7 @@ class Bert(_Encoder):
     word = "bert.embeddings.word_embeddings.weight"
     position = "bert.embeddings.position_embeddings.weight"
     head = ("classifier.",)
+    first_alone = ("attention.output", "intermediate", "output")
     roles = {  # noqa: RUF012 - read-only table
         "q": "attention.self.query",
         "k": "attention.self.key",

@@ -174,7 +174,8 @@ class TransformersModel(TextModel):
     ) -> Traced:
         mode = self.training_mode(rate) if dropout is not None else nullcontext()
         sites = DropoutSites(dropout) if dropout is not None else nullcontext()
-        with tapped(self.module, watch, len(embeddings)) as taps, mode, sites:
+        read = self.family.classifying() if self.spec.task == "classification" else nullcontext()
+        with tapped(self.module, watch, len(embeddings)) as taps, mode, sites, read:
             logits = self._program(None, embeddings, mask)
         if self.spec.task == "classification":
             return Traced(F.cross_entropy(logits, labels, reduction="none"), taps)
