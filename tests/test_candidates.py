@@ -133,7 +133,7 @@ class Loop(L2):
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("draws", [1, 2])
 def test_a_ranking_measures_the_best_in_full_and_no_other(load, distance, together, alone, draws):
-    """Guesses at rising distances from the truth: whatever ranks them, on few rows here, has to find one of the nearest four."""
+    """Guesses at rising distances from the truth: what ranks them, on few rows here, finds one of the nearest four."""
     model, batch, seen, of = scene(load, sizes=(4, 5), screen=2)
     of.objective, of.together = Objective(seen, distance), together
     of.masks = tuple(Masks(2, torch.Generator().manual_seed(n)) for n in range(draws))

@@ -117,7 +117,7 @@ def test_rough_check_of_the_vocabulary_equals_the_exact_residual(load, family):
         for position in (0, 1, 7, model.max_length - 1):
             exact = where.residual(model.first_inputs(position).double())[words]
             torch.testing.assert_close(check.rough(position)[words].double(), exact, rtol=0, atol=2e-3)
-            near = near_tokens(model, check, where, position, 0.05)
+            near = near_tokens(model, check.rough(position), where, position, 0.05)
             assert set(near.ids.tolist()) & set(words) == {t for t, r in zip(words, exact, strict=True) if r < 0.05}
             assert torch.equal(near.residuals, near.residuals.sort().values)
 
@@ -214,7 +214,7 @@ def test_threshold_is_in_bounds_and_no_residual_is_near_it(residuals):
     widest = (HIGH / LOW) ** (1 / (inside + 1))  # at least the mean gap
     for r in residuals:
         assert max(cut / r, r / cut) > math.sqrt(widest) * 0.999 or not LOW < r < HIGH
-    kept = Candidates(torch.arange(len(rows)), rows).below(cut)
+    kept = Candidates(torch.arange(len(rows)), rows, torch.zeros_like(rows)).below(cut)
     assert kept.residuals.tolist() == [r for r in residuals if r < cut]
 
 

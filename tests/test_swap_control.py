@@ -90,7 +90,7 @@ def test_dager_on_noise_is_no_better_than_blind(load, family, task, selection):
     assert rouge1(model, batch, found) <= rouge1(model, batch, blind) == 0.0
     if selection != "0-1:q":
         assert found.sequences == ()
-        assert found.notes[0].startswith("not identifiable: the row space is full")
+        assert found.notes[0].startswith("not identifiable: ")
 
 
 @pytest.mark.parametrize("sizes", [(5,), (4, 3)])

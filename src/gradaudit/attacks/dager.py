@@ -67,7 +67,12 @@ class Dager(Attack):
         notes: list[str] = []
         if first.rank >= seen.model.width or second.rank >= seen.model.width:
             notes.append("not identifiable: the row space is full (as many tokens as the width, or noise)")
+        elif first.rank == 0 or second.rank == 0:
+            notes.append("not identifiable: nothing stands above the noise")
+        if notes:
             return Reconstruction(sequences=(), notes=tuple(notes), details=_ranks(first, second))
+        if first.lost is not None or second.lost is not None:
+            notes.append("the update is noisy or rounded: what stands above its noise was read, by the nearest fit")
         if seen.model.causal:
             grown = grow(seen, first, second, self._rules())
             found, tried = grown.sentences, grown.tried
@@ -91,7 +96,8 @@ class Dager(Attack):
     def _span(self, seen: Observation, layer: int) -> Span | None:
         if layer >= seen.model.depth:
             return None
-        return span(seen, layer, self.roles, fixed_rank=self.rank == "paper")
+        paper = self.rank == "paper"
+        return span(seen, layer, self.roles, fixed_rank=paper, noise=not paper)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 3  # the vocabulary check and a decoder's growth; an encoder's products are not foreseen

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.prefixes import extension_residuals, prefix_residuals
-from gradaudit.leakage.subspace import Candidates, Span, VocabularyCheck, cut_by_gap, near_tokens, span
+from gradaudit.leakage.subspace import (
+    Candidates,
+    Span,
+    VocabularyCheck,
+    below_wrong,
+    cut_above_noise,
+    cut_by_gap,
+    near_tokens,
+    span,
+)
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import Observation
@@ -17,6 +26,10 @@ ROUNDING = 5e-6
 """Residuals of true rows in float32: measured at most 3.2e-6 over batches of up to 170 tokens."""
 UNRELATED = 0.05
 """No gap threshold above this: rows that only share words with the batch start near 0.1."""
+_FAR = 3.0
+"""True rows under noise lie within so many times their median residual, but for few."""
+_DECOYS = 64
+"""Tokens spread over the vocabulary whose rows, under noise, show where wrong ones lie."""
 _REPEATS = 16
 """Longest run of one token a rotary sentence may start with: see `grow`."""
 
@@ -60,11 +73,17 @@ class AcceptedTokens:
     def at(self, position: int) -> Tensor:
         """Return the ids accepted at a position, nearest first."""
         place = position if self._model.absolute_positions else 0
+        first, limit = self._first, self._tolerance
         if place not in self._near:
-            self._near[place] = near_tokens(self._model, self._check, self._first, place, UNRELATED)
+            rough = self._check.rough(place)
+            within = UNRELATED
+            if first.lost is not None:  # the vocabulary itself tells where wrong tokens lie
+                within = float(rough.kthvalue(min(4 * first.rank + 1, len(rough))).values)
+            self._near[place] = near_tokens(self._model, rough, first, place, within)
         near = self._near[place]
-        limit = self._tolerance
-        if limit is None:
+        if limit is None and first.lost is not None:
+            limit = cut_above_noise(near.residuals, near.expected, first.rank, ROUNDING)
+        elif limit is None:
             limit = cut_by_gap(near.residuals, ROUNDING, UNRELATED)
         ids = near.below(limit).ids
         return ids[~torch.isin(ids, self._never)]
@@ -100,38 +119,76 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
     model, size = seen.model, seen.knowledge.batch_size
     accepted = AcceptedTokens(model, first, rules.token)
     prefixes = torch.zeros((1, 0), dtype=torch.long, device=first.basis.device)
-    grown: list[tuple[int, ...]] = []
+    step_of = max(1, model.vocabulary_size // _DECOYS)
+    decoys = torch.arange(step_of // 2, model.vocabulary_size, step_of, device=first.basis.device)
+    grown: dict[tuple[int, ...], list[float]] = {}
+    along = torch.zeros((1, 0), device=first.basis.device)
     notes: list[str] = []
     tried = 0
     for position in range(min(rules.longest, model.max_length)):
         candidates = accepted.at(position)
         if len(candidates) == 0:
             break
-        residuals = extension_residuals(model, second, prefixes, candidates)
+        limit, asked = rules.row, candidates
+        if limit is None and second.lost is not None:  # where wrong rows lie is read from rows that surely are
+            asked = torch.cat([candidates, decoys[~torch.isin(decoys, candidates)]])
+        residuals = extension_residuals(model, second, prefixes, asked)
+        if limit is None and second.lost is not None:
+            limit = below_wrong(residuals.flatten(), size or second.rank)
+        elif limit is None:
+            limit = cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED)
+        residuals = residuals[:, : len(candidates)]
         tried += residuals.numel()
-        limit = cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED) if rules.row is None else rules.row
         fits = residuals < limit
         if position >= _REPEATS and not model.absolute_positions:
             runs = (prefixes == prefixes[:, :1]).all(1)
             fits &= ~(runs[:, None] & (candidates[None] == prefixes[:, :1]))
         for row in torch.where(~fits.any(1))[0].tolist():
-            grown.append(tuple(prefixes[row].tolist()))
+            grown[tuple(prefixes[row].tolist())] = along[row].tolist()
         parent, token = torch.where(fits)
         if len(parent) == 0:
-            prefixes = prefixes[:0]
+            prefixes, along = prefixes[:0], along[:0]
             break
         if len(parent) > rules.most:
             keep = residuals[parent, token].argsort()[: rules.most]
             parent, token = parent[keep], token[keep]
             notes = [f"more than {rules.most} prefixes fit; the nearest were kept"]
         prefixes = torch.cat([prefixes[parent], candidates[token][:, None]], 1)
+        along = torch.cat([along[parent], residuals[parent, token][:, None]], 1)
         step(f"growing {len(prefixes)} prefixes", position + 1)
-    grown += [tuple(row) for row in prefixes.tolist()]
+    grown |= {tuple(row): path for row, path in zip(prefixes.tolist(), along.tolist(), strict=True)}
+    if second.lost is not None:
+        grown = _trimmed(grown)
     sentences = [s for s in grown if s and not _phantom(model, s)]
     sentences += [s[:1] for s in grown if _phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
-    if size is None or len(sentences) < size:
+    if second.lost is not None:
+        sentences = sorted(sentences, key=lambda s: max(grown.get(s, [0.0])))[:size]
+    elif size is None or len(sentences) < size:
         sentences += _inner_ends(seen, sentences, rules.fixed_rank)
     return Grown(sentences, tried, notes)
+
+
+def _trimmed(grown: dict[tuple[int, ...], list[float]]) -> dict[tuple[int, ...], list[float]]:
+    """Return what grew under noise without the wrong rows at its ends, and without beginnings of other sentences.
+
+    A few wrong rows pass at every position. Behind one all rows are wrong, so those that lead nowhere are at the ends,
+    and apart from the true rows of all sentences by the widest gap.
+
+    Args:
+        grown: by sentence, the residuals of its rows.
+    """
+    every = torch.tensor([value for path in grown.values() for value in path])
+    if len(every) == 0:
+        return grown
+    low, high = _FAR * float(every.median()), float(every.max())
+    cut = cut_by_gap(every, low, high) if low < high else high
+    ends: dict[tuple[int, ...], list[float]] = {}
+    for sentence, path in grown.items():
+        length = len(path)
+        while length > 1 and path[length - 1] > cut:
+            length -= 1
+        ends[sentence[:length]] = path[:length]
+    return {s: p for s, p in ends.items() if not any(len(t) > len(s) and t[: len(s)] == s for t in ends)}
 
 
 def _phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:

@@ -67,7 +67,7 @@ def candidate_pairs(model: TextModel, first: Span, longest: int) -> Pairs:
     inner_never = torch.tensor(sorted(special.ids - set(special.suffix)), dtype=torch.long, device=first.basis.device)
     positions, tokens, rows = [], [], []
     for position in range(min(longest, model.max_length)):
-        near = near_tokens(model, check, first, position, _UNRELATED)
+        near = near_tokens(model, check.rough(position), first, position, _UNRELATED)
         ids = near.below(cut_by_gap(near.residuals, _ROUNDING, _UNRELATED)).ids
         opening = position == 0 and bool(special.prefix)
         ids = ids[ids == special.prefix[0]] if opening else ids[~torch.isin(ids, inner_never)]

@@ -9,13 +9,19 @@ Notation: W is [out, d]; b real tokens; X [b, d] their inputs; R [d, r] an ortho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.noise_floor import above_noise, few_digits, few_values
 from gradaudit.models.base import FirstInputs, TextModel
 from gradaudit.types import Observation
+
+_WRONG = 0.8
+"""A true row lies below so many times the residual that a wrong one, twice as far down the list, has."""
+_TRUE = 3.0
+"""True rows are within so many times what noise alone makes of the nearest ones: at most 3.4 times in trials."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,9 @@ class Span:
         confidence: ratio of the singular values on both sides of the cut (1: no gap, the rank is a guess).
         layer: block.
         roles: roles that were stacked.
+        lost: [r] by direction, what noise turned out of it, per energy inside (`noise_floor.lost_share`); None where
+            the gradient has no noise but rounding.
+        scale: [d] by what a row is multiplied before it is held against the basis; None for nothing.
     """
 
     basis: Tensor
@@ -37,6 +46,23 @@ class Span:
     confidence: float
     layer: int
     roles: tuple[str, ...]
+    lost: Tensor | None = None
+    scale: Tensor | None = None
+
+    def expected(self, rows: Tensor) -> Tensor:
+        """Return the distance at which noise would put each row if it were a true one, to be held beside `residual`.
+
+        Args:
+            rows: [..., d].
+        """
+        if self.lost is None:
+            return torch.zeros_like(rows[..., 0])
+        basis, lost = self.basis.to(rows.dtype), self.lost.to(rows.dtype)
+        unit = self._unit(rows)
+        inside = (unit @ basis).square()
+        # noise brings energy into every direction alike: what is outside tells how much
+        outside = (1 - inside.sum(-1, keepdim=True)).clamp_min(0) / max(basis.shape[0] - self.rank, 1)
+        return ((inside - outside).clamp_min(0) @ lost).sqrt()
 
     def residual(self, rows: Tensor) -> Tensor:
         """Return the distance of each unit-normed row from the span, 0 (inside) to 1 (orthogonal).
@@ -47,10 +73,14 @@ class Span:
             rows: [..., d]; computed in the rows' own dtype, so float32 rows have a floor near 1e-6.
         """
         basis = self.basis.to(rows.dtype)
-        unit = torch.nn.functional.normalize(rows, dim=-1)
+        unit = self._unit(rows)
         distance: Tensor = torch.linalg.vector_norm(unit - (unit @ basis) @ basis.T, dim=-1)
         distance = torch.where(unit.any(-1), distance, torch.ones_like(distance))
         return distance
+
+    def _unit(self, rows: Tensor) -> Tensor:
+        scaled = rows if self.scale is None else rows * self.scale.to(rows.dtype)
+        return torch.nn.functional.normalize(scaled, dim=-1)
 
 
 def stack(
@@ -64,14 +94,19 @@ def stack(
     Returns:
         The stack (None when nothing of it was seen) and the roles that are in it. All-zero gradients are left out.
     """
+    parts, used = _parts(seen, layer, roles)
+    return (torch.cat([g / g.norm() for g in parts]) if parts else None), used
+
+
+def _parts(seen: Observation, layer: int, roles: Sequence[str]) -> tuple[list[Tensor], tuple[str, ...]]:
     parts, used = [], []
     for role in roles:
         found = [g.detach().double() for g in seen.role(layer, role)]
-        found = [g / g.norm() for g in found if float(g.norm()) > 0]
+        found = [g for g in found if float(g.norm()) > 0]
         if found:
             parts += found
             used.append(role)
-    return (torch.cat(parts) if parts else None), tuple(used)
+    return parts, tuple(used)
 
 
 def gap_rank(values: Tensor, precision: float) -> tuple[int, float]:
@@ -130,6 +165,7 @@ def span(
     layer: int,
     roles: Sequence[str] = ("q", "k", "v"),
     fixed_rank: bool = False,
+    noise: bool = False,
 ) -> Span | None:
     """Return the row space of a block's attention gradients, or None when none of them were seen.
 
@@ -138,17 +174,34 @@ def span(
         layer: block.
         roles: which of q, k, v to stack; those not shared are passed over.
         fixed_rank: DAGER's fixed tolerance in place of the spectral gap.
+        noise: where no value is at the rounding level, take what stands above the noise of the others.
     """
-    stacked, used = stack(seen, layer, roles)
-    if stacked is None:
+    parts, used = _parts(seen, layer, roles)
+    if not parts:
         return None
+    stacked = torch.cat([g / g.norm() for g in parts])
     _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
     if fixed_rank:
         rank, confidence = tolerance_rank(values, tuple(stacked.shape), stacked.shape[1] - 20)
     else:
-        dtype = next(iter(seen.tensors.values())).dtype
-        rank, confidence = gap_rank(values, torch.finfo(dtype).eps)
+        precision = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
+        rank, confidence = gap_rank(values, precision)
+        if noise and len(values) == stacked.shape[1]:
+            sent = [g for role in used for g in seen.role(layer, role)]
+            digits = any(few_digits(g) for g in sent if bool(g.any()))
+            sure = digits or any(few_values(g) for g in sent)
+            if sure or float(values[-1]) >= 32 * precision * float(values[0]):
+                return _above_noise(parts, layer, used, digits, sure)
     return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, used)
+
+
+def _above_noise(parts: Sequence[Tensor], layer: int, roles: tuple[str, ...], digits: bool, sure: bool) -> Span:
+    """Return the row space of gradients none of whose directions is at the rounding level, or all of few digits."""
+    found = above_noise(parts, digits, sure)
+    values, rank = found.values, found.rank
+    confidence = float(values[rank - 1] / values[rank]) if 0 < rank < len(values) else 1.0
+    basis = found.vectors[:, :rank].contiguous()
+    return Span(basis, values, rank, confidence, layer, roles, found.lost, found.scale)
 
 
 def cut_by_gap(residuals: Tensor, low: float, high: float) -> float:
@@ -168,6 +221,35 @@ def cut_by_gap(residuals: Tensor, low: float, high: float) -> float:
     return float(((edges[widest] + edges[widest + 1]) / 2).exp())
 
 
+def below_wrong(residuals: Tensor, most: int) -> float:
+    """Return a threshold somewhat below the residuals of wrong rows, which most of the candidates are.
+
+    Args:
+        residuals: [n] residuals of candidates.
+        most: true rows there can be.
+    """
+    return _WRONG * float(residuals.kthvalue(min(2 * most + 1, len(residuals))).values)
+
+
+def cut_above_noise(residuals: Tensor, expected: Tensor, most: int, low: float) -> float:
+    """Return a threshold between true rows, which noise puts off the span, and the wrong ones.
+
+    Most candidates are wrong, so they tell themselves where wrong ones begin; what noise makes of the nearest tells
+    where true ones may end. The threshold is in the widest gap between the two.
+
+    Args:
+        residuals: [n] residuals of candidates.
+        expected: [n] what noise alone would make them (`Span.expected`).
+        most: true rows there can be.
+        low: no threshold below this (rounding).
+    """
+    true = float(expected[residuals.argsort()[:most]].median())
+    high = below_wrong(residuals, most)
+    if not low < high:
+        return low
+    return cut_by_gap(residuals, min(max(low, _TRUE * true), high / 2), high)
+
+
 class VocabularyCheck:
     """Distance of every vocabulary token, at any position, from block 0's span.
 
@@ -182,6 +264,9 @@ class VocabularyCheck:
 
     def __init__(self, parts: FirstInputs, span: Span) -> None:
         basis = span.basis.to(parts.words.dtype)
+        if span.scale is not None:
+            scale = span.scale.to(parts.words.dtype)
+            parts = replace(parts, weight=parts.weight * scale, bias=parts.bias * scale)
         words, positions = parts.words, parts.positions
         if parts.centered:
             words = words - words.mean(1, keepdim=True)
@@ -226,29 +311,31 @@ class Candidates:
     Args:
         ids: [n] token ids, nearest first.
         residuals: [n] their residuals.
+        expected: [n] what noise alone would make them.
     """
 
     ids: Tensor
     residuals: Tensor
+    expected: Tensor
 
     def below(self, threshold: float) -> Candidates:
         """Return those with a residual below the threshold."""
         keep = self.residuals < threshold
-        return Candidates(self.ids[keep], self.residuals[keep])
+        return Candidates(self.ids[keep], self.residuals[keep], self.expected[keep])
 
 
-def near_tokens(model: TextModel, check: VocabularyCheck, span: Span, position: int, within: float) -> Candidates:
+def near_tokens(model: TextModel, rough: Tensor, span: Span, position: int, within: float) -> Candidates:
     """Return the tokens whose residual at one position is below `within`, measured on the model itself.
 
     Args:
         model: the model.
-        check: the vocabulary check of the same span.
+        rough: [V] residuals at this position by the vocabulary check of the same span.
         span: block 0's span.
         position: 0-based.
-        within: the largest residual of interest; at most 0.1, where the rough check is still sharp.
+        within: the largest residual of interest.
     """
-    rough = check.rough(position)
     ids = torch.where(rough < within + 0.02)[0]
-    residuals = span.residual(model.first_inputs(position, ids))
+    inputs = model.first_inputs(position, ids)
+    residuals = span.residual(inputs)
     order = residuals.argsort(stable=True)
-    return Candidates(ids[order], residuals[order]).below(within)
+    return Candidates(ids[order], residuals[order], span.expected(inputs)[order]).below(within)
