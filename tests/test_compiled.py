@@ -64,7 +64,8 @@ def test_a_compiled_step_is_the_plain_one_at_every_length_and_for_every_update(l
         ("roberta", "all", L2(), (5, 3), 1),  # with a position table that has a padding row
         ("bert", "all", L2(), (5, 3), 1),
         ("gpt2", "*:q,k,v", SquaredL2(0.01), (4,), 3),
-        ("mpnet", "all", OnSupport(L2()), (3, 6), 1),
+        # without an L1 term: signs of entries that are rounding on both sides (key biases) are chance
+        ("mpnet", "all", OnSupport(L2(0.0)), (3, 6), 1),
     ],
 )
 def test_what_is_traced_is_the_plain_step(load, monkeypatch, family, selection, distance, sizes, candidates):
