@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,6 +143,18 @@ def test_dager_reads_decoders_through_few_digits_and_noise(load, family, how, si
     seen = seen_of(Client(model, defenses=(build("defense", name, fields),)), batch)
     found = build("attack", "dager", {})(seen, stream(0, "attack"))
     assert sorted(found.sequences) == sorted(tuple(s) for s in batch.sequences())
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_role_without_gradient_is_no_noise(load, family):
+    """Zeros have few values and few digits; the other roles' gradients are exact."""
+    model = load(family)
+    seen = seen_of(Client(model), batch_of(model, sentences((5,), 2)))
+    name = model.views(1, "q")[0].name
+    empty = replace(seen, tensors={**seen.tensors, name: torch.zeros_like(seen.role(1, "q")[0])}, views=seen.views)
+    found = span(empty, 1, noise=True)
+    assert found is not None
+    assert found.lost is None
 
 
 @pytest.mark.parametrize("family", DECODERS)

@@ -188,7 +188,7 @@ def span(
         rank, confidence = gap_rank(values, precision)
         if noise and len(values) == stacked.shape[1]:
             sent = [g for role in used for g in seen.role(layer, role)]
-            digits = any(few_digits(g) for g in sent if bool(g.any()))
+            digits = any(few_digits(g) for g in sent)
             sure = digits or any(few_values(g) for g in sent)
             if sure or float(values[-1]) >= 32 * precision * float(values[0]):
                 return _above_noise(parts, layer, used, digits, sure)
