@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.growth import _trimmed
+from gradaudit.leakage.growth import _lost_its_way, _trimmed
 from gradaudit.leakage.noise_floor import (
     above_noise,
     clear_cut,
@@ -124,6 +124,12 @@ def test_wrong_ends_are_cut_and_beginnings_dropped():
     true, other = [0.001, 0.002, 0.001, 0.002], [0.001, 0.02, 0.001]
     grown = {(1, 2, 3, 4): true, (1, 2, 3, 4, 9): [*true, 0.3], (1, 2, 8): [*true[:2], 0.25], (5, 6, 7): other}
     assert set(_trimmed(grown)) == {(1, 2, 3, 4), (5, 6, 7)}, "a middle row may be off: what follows it fits"
+
+
+def test_a_prefix_that_ended_four_rows_ago_goes_on_no_further():
+    true, odd, wrong = [0.001] * 10, [0.001] * 6 + [0.02, 0.001, 0.02, 0.02], [0.001] * 6 + [0.02, 0.3, 0.2, 0.2]
+    assert _lost_its_way(torch.tensor([true, odd, wrong])).tolist() == [False, False, True]
+    assert _lost_its_way(torch.tensor([true, wrong])[:, :7]).tolist() == [False, False], "too short to tell"
 
 
 DEFENDED = {

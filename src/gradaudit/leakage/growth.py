@@ -28,6 +28,8 @@ UNRELATED = 0.05
 """No gap threshold above this: rows that only share words with the batch start near 0.1."""
 _FAR = 3.0
 """True rows under noise lie within so many times their median residual, but for few."""
+_ASTRAY, _LOST = 4, 10.0
+"""So many rows in a row, each so many times the median of those before, end a prefix under noise."""
 _DECOYS = 64
 """Tokens spread over the vocabulary whose rows, under noise, show where wrong ones lie."""
 _REPEATS = 16
@@ -140,6 +142,8 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
         residuals = residuals[:, : len(candidates)]
         tried += residuals.numel()
         fits = residuals < limit
+        if second.lost is not None:
+            fits &= ~_lost_its_way(along)[:, None]
         if position >= _REPEATS and not model.absolute_positions:
             runs = (prefixes == prefixes[:, :1]).all(1)
             fits &= ~(runs[:, None] & (candidates[None] == prefixes[:, :1]))
@@ -166,6 +170,18 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
     elif size is None or len(sentences) < size:
         sentences += _inner_ends(seen, sentences, rules.fixed_rank)
     return Grown(sentences, tried, notes)
+
+
+def _lost_its_way(along: Tensor) -> Tensor:
+    """Say which prefixes, [P], ended some rows ago: the last few are all far from where the rows before were.
+
+    Args:
+        along: [P, t] residuals of each prefix's rows, found under noise, where a few wrong rows always pass.
+    """
+    if along.shape[1] < 2 * _ASTRAY:
+        return torch.zeros(len(along), dtype=torch.bool, device=along.device)
+    before, last = along[:, :-_ASTRAY], along[:, -_ASTRAY:]
+    return last.amin(1) > _LOST * before.median(1).values
 
 
 def _trimmed(grown: dict[tuple[int, ...], list[float]]) -> dict[tuple[int, ...], list[float]]:
