@@ -12,17 +12,14 @@ count 0.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
-import shlex
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from tables import command, commit, write_table
 
 from gradaudit.audit import pick_device, prepare, run, run_info
 from gradaudit.case import parse_case
@@ -208,12 +205,6 @@ HEADER = (
 )
 
 
-def commit() -> str:
-    """Return the commit of the code that runs, with a plus sign where files differ from it."""
-    told = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Run the groups and write a table for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,10 +214,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     device = pick_device(given.device)
-    threads = os.environ.get("OMP_NUM_THREADS")
-    command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
     loaded: dict[str, TransformersModel] = {}
-    code = commit()  # before the tables, which are files of the repository, change
     with progress_bars(Console(stderr=True)):
         for group in given.groups:
             lines, info = [], None
@@ -242,14 +230,12 @@ def main() -> None:
                 print(lines[-1], flush=True)
                 versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
                 machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}"
-                text = (
-                    f"Made by `{command}` with gradaudit {info.program} (commit {code}) on {machine}; "
+                head = (
+                    f"Made by `{command()}` with gradaudit {info.program} (commit {commit()}) on {machine}; "
                     f"{versions}. Our scoring; labels and lengths unknown, batch size and dropout rate known; failures "
-                    "count 0.\n\n"
-                    f"{HEADER}\n" + "\n".join(lines) + "\n"
+                    "count 0."
                 )
-                given.write.mkdir(parents=True, exist_ok=True)
-                (given.write / f"{group}.md").write_text(text, encoding="utf8")
+                write_table(given.write / f"{group}.md", head, "\n".join([HEADER, *lines]))
 
 
 if __name__ == "__main__":

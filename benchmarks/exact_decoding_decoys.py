@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
-import sys
 from pathlib import Path
 
 import torch
 from exact_decoding import OFF, PRACTICAL, Cell
+from tables import command
 
 from gradaudit.audit import Prepared, pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
@@ -107,7 +106,7 @@ def main() -> None:
     some = [value for number in numbers for value in masked(on, number, given.each, lost=4)]
     said = [value for number in numbers for value in plain(off, number, given.each)]
     text = (
-        f"Made by `python {shlex.join(sys.argv)}`. MiniLM, CoLA, batches of 4.\n\n"
+        f"Made by `{command()}`. MiniLM, CoLA, batches of 4.\n\n"
         "| setting | decoys | called proven | nearest to being proven |\n|---|---|---|---|\n"
         f"| dropout on: one row exchanged | {len(left)} | {sum(v < CLOSED for v in left)} "
         f"| {min(left):.1e} unexplained, limit {CLOSED:.0e} |\n"

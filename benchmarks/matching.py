@@ -12,16 +12,14 @@ Failures count 0.
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
 import statistics
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from exact_decoding import DATA, OFF, PRACTICAL, commit
+from exact_decoding import DATA, OFF, PRACTICAL
+from tables import command, commit, write_table
 
 from gradaudit.allocation import keep_freed_memory
 from gradaudit.audit import RECORDS, pick_device, prepare, run
@@ -259,19 +257,14 @@ def write(
     given: argparse.Namespace, group: str, cells: list[Cell], records: list[list[Record]], device: torch.device
 ) -> None:
     """Write a group's table of the batches that all of its rows have."""
-    threads = os.environ.get("OMP_NUM_THREADS")
-    command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
-    text = (
-        f"Made by `{command}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s). MiniLM, CoLA, "
+    head = (
+        f"Made by `{command()}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s). MiniLM, CoLA, "
         "our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
         "(12 blocks, another draw). The attacker has the weights, batch size and dropout rate, and labels and lengths "
         "unless a row says otherwise. The draw is that on which budgets were tried. Intervals: 95%, bootstrap over "
-        "batches.\n\n"
+        "batches."
     )
-    given.write.mkdir(parents=True, exist_ok=True)
-    place = given.write / f"{group}.md"
-    _, mark, notes = place.read_text(encoding="utf8").partition("\n## Notes\n") if place.exists() else ("", "", "")
-    place.write_text(text + table(cells, records) + mark + notes, encoding="utf8")  # written by hand, they stay
+    write_table(given.write / f"{group}.md", head, table(cells, records))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,8 @@ the machine.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +21,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from exact_decoding import PRACTICAL, Cell, commit
+from exact_decoding import PRACTICAL, Cell
+from tables import command, commit
 
 from gradaudit.allocation import keep_freed_memory
 from gradaudit.audit import pick_device, prepare, private_batch, sent
@@ -164,7 +162,7 @@ def main() -> None:
     given = parser.parse_args()
     asked = [given.part] if given.part else list(PARTS)
     keep_freed_memory()  # as the program does
-    code, device, model = commit(), pick_device("auto"), None
+    device, model = pick_device("auto"), None
     rows: dict[str, list[str]] = {part: [] for part in asked}
     for size in (1, 8):
         ready = prepare(parse_case(Cell("cola", size, 1, PRACTICAL).case()), Path.cwd(), device, model)
@@ -176,14 +174,13 @@ def main() -> None:
         scene = Scene(model, here, sent(ready, batch, 0)[1])
         for part in asked:
             rows[part] += PARTS[part][0](scene)
-    threads = os.environ.get("OMP_NUM_THREADS", "all")
     path = Path("benchmarks/results/matching-speed.md")
     before = path.read_text(encoding="utf8") if path.exists() else ""
     found = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", before, flags=re.MULTILINE | re.DOTALL))
     for part in asked:
         header = PARTS[part][1]
         found[part] = (
-            f"\nMade by `OMP_NUM_THREADS={threads} python {shlex.join(sys.argv)}` (commit {code}) on {device}. MiniLM, "
+            f"\nMade by `{command()}` (commit {commit()}) on {device}. MiniLM, "
             "CoLA, practical setting. The released code takes 110 ms an evaluation and 250 to 360 ms a step at B = 1, "
             "one thread (measured_peers.md).\n\n"
             + "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows[part]])

@@ -9,14 +9,12 @@ goes on there) and hold no text. Failures count 0. The table states the command,
 from __future__ import annotations
 
 import argparse
-import os
 import platform
-import shlex
-import sys
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from tables import command
 
 from gradaudit.allocation import keep_freed_memory
 from gradaudit.audit import pick_device, prepare, run, run_info
@@ -131,10 +129,8 @@ def main() -> None:
             case, info, records = run_case(path, given.out, device, given.batches)
             parts.append(section(path, case, info, records))
     versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
-    threads = os.environ.get("OMP_NUM_THREADS")
-    command = (f"OMP_NUM_THREADS={threads} " if threads else "") + "python " + shlex.join(sys.argv)
     head = (
-        f"Made by `{command}` with gradaudit {info.program} on {platform.processor() or platform.machine()}, "
+        f"Made by `{command()}` with gradaudit {info.program} on {platform.processor() or platform.machine()}, "
         f"{torch.get_num_threads()} thread(s), {device}; {versions}.\n\n"
     )
     text = head + "\n".join(parts)

@@ -10,11 +10,10 @@ that the method was developed on, for comparison with others' numbers on it.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 
-from exact_decoding import OFF, Cell, commit, compressed
+from exact_decoding import OFF, Cell, compressed
+from tables import command, commit
 
 from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
@@ -31,7 +30,7 @@ def main() -> None:
     parser.add_argument("--data", default="sst2", choices=("cola", "sst2"))
     parser.add_argument("--seed", default=303, type=int)
     chosen = parser.parse_args()
-    code, model, lines = commit(), None, []
+    model, lines = None, []
     for size, batches in SIZES.items():
         for defense in dict.fromkeys(str(c.defense[0]) for c in compressed()):
             cell = next(c for c in compressed() if str(c.defense[0]) == defense)
@@ -64,7 +63,7 @@ def main() -> None:
         + " | recall at k, 2k |"
     )
     text = (
-        f"Made by `OMP_NUM_THREADS=1 python {shlex.join(sys.argv)}` (commit {code}). MiniLM, {chosen.data}, "
+        f"Made by `{command()}` (commit {commit()}). MiniLM, {chosen.data}, "
         f"draw {chosen.seed}, dropout off. "
         "Share of the batch's distinct words that were found, and share of the words taken that are not the batch's, "
         "at three false-discovery rates; `decode` takes 0.01. Then the batch's words among as many, and twice as many, "

@@ -104,6 +104,15 @@ def test_a_folder_of_another_case_is_refused(folders, data: Path, tmp_path: Path
         list(audit.run(make(folders, data, seed=1), tmp_path / "out"))
 
 
+def test_two_programs_do_not_write_one_folder(folders, data: Path, tmp_path: Path):
+    first = audit.run(make(folders, data), tmp_path / "out")
+    next(first)
+    with pytest.raises(BadInputError, match="another gradaudit is writing"):
+        next(audit.run(make(folders, data), tmp_path / "out"))
+    first.close()
+    assert [r.batch for r in audit.run(make(folders, data), tmp_path / "out")] == [0, 1, 2]
+
+
 def test_changed_data_is_not_mixed_into_a_run(folders, data: Path, tmp_path: Path):
     some = audit.run(make(folders, data), tmp_path / "out")
     next(some)

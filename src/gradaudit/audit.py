@@ -26,6 +26,7 @@ from gradaudit.metrics import text as metrics
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
+from gradaudit.one_writer import only_writer
 from gradaudit.record import Record, RunInfo, Texts, append_line, finite, read_lines
 from gradaudit.registry import build
 from gradaudit.selection import Selection
@@ -224,20 +225,21 @@ def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None
         each: called before a batch starts is not needed; called with each new record.
 
     Raises:
-        BadInputError: the folder holds records of another case, or cannot be written.
+        BadInputError: the folder holds records of another case, cannot be written, or another program writes there.
     """
-    done = open_folder(ready, out)
-    for index in range(len(ready.batches)):
-        if index in done:
-            yield done[index]
-            continue
-        with kept_in(out / UNFINISHED / f"{ready.case.content_hash()[:16]}-{index}.safetensors"):
-            record, texts = audit_batch(ready, index)
-            append_line(out / TEXTS, texts, private=True)
-            append_line(out / RECORDS, record)
-        if each is not None:
-            each(record)
-        yield record
+    with only_writer(out):
+        done = open_folder(ready, out)
+        for index in range(len(ready.batches)):
+            if index in done:
+                yield done[index]
+                continue
+            with kept_in(out / UNFINISHED / f"{ready.case.content_hash()[:16]}-{index}.safetensors"):
+                record, texts = audit_batch(ready, index)
+                append_line(out / TEXTS, texts, private=True)
+                append_line(out / RECORDS, record)
+            if each is not None:
+                each(record)
+            yield record
 
 
 def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, Record]:

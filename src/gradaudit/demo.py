@@ -22,6 +22,7 @@ from gradaudit.audit import (
 )
 from gradaudit.bundle import save_bundle
 from gradaudit.case import Case, parse_case
+from gradaudit.one_writer import only_writer
 from gradaudit.progress import step
 from gradaudit.record import Record, Texts, append_line, read_lines
 
@@ -71,8 +72,13 @@ def run_demo(folder: Path, device: torch.device) -> Demo:
         device: where the model runs.
 
     Raises:
-        BadInputError: the model's package cannot be fetched, or the folder cannot be written.
+        BadInputError: the model's package cannot be fetched, or the folder cannot be written or is being written.
     """
+    with only_writer(folder):
+        return _run_cases(folder, device)
+
+
+def _run_cases(folder: Path, device: torch.device) -> Demo:
     records: list[Record] = []
     ready: Prepared | None = None
     every = cases()
