@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -24,6 +24,7 @@ from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
 from gradaudit.metrics import text as metrics
 from gradaudit.models.base import ModelSpec
+from gradaudit.models.lora import warm_up
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
 from gradaudit.one_writer import only_writer
@@ -39,6 +40,8 @@ RECORDS, TEXTS, INFO = "records.jsonl", "texts.jsonl", "run.json"
 
 UNFINISHED = "unfinished"
 """Folder of what attacks keep of batches they have not finished."""
+_PUBLIC = 8
+"""Sentences a step of a warm-up."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,17 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     if case.task == "classification" and rows.labels is None:
         raise BadInputError('task "classification" needs a label column: set label in [data]')
     batches = draw(case.data, rows)
-    spec = ModelSpec(case.model, case.task, max(2, len(rows.classes)), seed=case.seed, layers=case.layers)
+    spec = ModelSpec(
+        case.model,
+        case.task,
+        max(2, len(rows.classes)),
+        seed=case.seed,
+        layers=case.layers,
+        lora=case.lora.given() if case.lora is not None else None,
+    )
     model = loaded if loaded is not None else load_model(spec, device)
+    if loaded is None and spec.lora is not None and spec.lora.warmup:
+        warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
     selection = Selection(case.selection.tensors)
     how = case.client
     client = Client(model, how.training(), how.dropout, how.freeze, case.build_defenses(), how.dropout_rate)
@@ -108,13 +120,30 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     return Prepared(case, model, rows, batches, client, selection, attack, device)
 
 
+def _public_batches(
+    case: Case, model: TransformersModel, rows: Rows, private: Sequence[tuple[int, ...]], count: int
+) -> Iterator[Batch]:
+    """Yield batches of rows that are in no private batch, over again where there are few."""
+    kept = {number for batch in private for number in batch}
+    others = [number for number in range(len(rows.texts)) if number not in kept]
+    if not others:
+        raise BadInputError("[lora] warmup needs rows that are in no audited batch: fewer batches, or more data")
+    order = torch.randperm(len(others), generator=stream(case.seed, "warm-up")).tolist()
+    for step in range(count):
+        numbers = [others[order[(step * _PUBLIC + i) % len(others)]] for i in range(min(_PUBLIC, len(others)))]
+        yield _batch(case, model, rows, numbers)
+
+
 def private_batch(ready: Prepared, index: int) -> Batch:
     """Return the private batch of one index."""
-    numbers = ready.batches[index]
+    return _batch(ready.case, ready.model, ready.rows, ready.batches[index])
+
+
+def _batch(case: Case, model: TransformersModel, rows: Rows, numbers: Sequence[int]) -> Batch:
     labels = None
-    if ready.case.task == "classification" and ready.rows.labels is not None:
-        labels = [ready.rows.labels[i] for i in numbers]
-    return make_batch(ready.model, [ready.rows.texts[i] for i in numbers], labels)
+    if case.task == "classification" and rows.labels is not None:
+        labels = [rows.labels[i] for i in numbers]
+    return make_batch(model, [rows.texts[i] for i in numbers], labels)
 
 
 def sent(ready: Prepared, batch: Batch, index: int) -> tuple[Update, Observation]:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradaudit
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import ModelSpec, TextModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
@@ -123,8 +123,11 @@ def save_bundle(
 
     Raises:
         BadInputError: the folder cannot be written (no space, no permission).
+        NotSupportedError: a model with adapters.
     """
     spec = model.spec
+    if spec.lora is not None:
+        raise NotSupportedError("a bundle holds no adapters yet: audit LoRA with a case file")
     tensors = {name: t.detach().cpu().contiguous() for name, t in update.tensors.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from gradaudit.data.source import DataSpec
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.metrics.text import PUBLISHED
+from gradaudit.models.lora import Lora
 from gradaudit.registry import build, describe, identity
 from gradaudit.selection import Selection
 from gradaudit.types import Given, LocalTraining, Task
@@ -48,6 +49,19 @@ class ClientTable(_Table):
     def training(self) -> LocalTraining:
         """Return the table as the client takes it."""
         return LocalTraining(self.optimizer, self.learning_rate, self.epochs, self.minibatch, self.weight_decay)
+
+
+class LoraTable(_Table):
+    """[lora]: adapters are trained in place of the model."""
+
+    rank: int = Field(default=8, ge=1, description="r")
+    alpha: float | None = Field(default=None, gt=0, description="scale; 2 r when not set")
+    modules: Literal["attention", "all-linear"] = Field(default="attention", description="what has adapters")
+    warmup: int = Field(default=0, ge=0, description="steps of AdamW on other rows before the update")
+
+    def given(self) -> Lora:
+        """Return the table as the model takes it."""
+        return Lora(**self.model_dump())
 
 
 class KnowledgeTable(_Table):
@@ -114,6 +128,7 @@ class Case(_Table):
     seed: int = Field(default=0, ge=0, description="every random stream derives from it")
     data: DataSpec = Field(default_factory=DataSpec)
     client: ClientTable = ClientTable()
+    lora: LoraTable | None = Field(default=None, description="[lora] table: adapters through peft (extra: lora)")
     knowledge: KnowledgeTable = KnowledgeTable()
     selection: SelectionTable = SelectionTable()
     defense: tuple[dict[str, Any], ...] = Field(default=(), description="[[defense]] tables, in order")
@@ -152,6 +167,8 @@ class Case(_Table):
         data["defense"] = [json.loads(json.dumps(identity(d, one))) for d in self.build_defenses()]
         if data["client"]["dropout_rate"] is None:
             del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
+        if data["lora"] is None:
+            del data["lora"]  # the same
         if not data["knowledge"]["longest"]:
             del data["knowledge"]["longest"]  # the same
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -165,6 +182,8 @@ class Case(_Table):
         parts = [f"dropout on{rate}" if self.client.dropout else "dropout off"]
         if self.client.freeze:
             parts.append("frozen: " + ", ".join(self.client.freeze))
+        if self.lora is not None:
+            parts.append(self.lora.given().title)
         if self.client.optimizer != "none":
             parts.append(f"{self.client.optimizer} {self.client.epochs} epochs")
         parts += [str(d.get("name")) for d in self.defense]

@@ -68,7 +68,7 @@ class Client:
         if len(batch.ids) == 0 or not bool(batch.mask.any(1).all()):
             raise BadInputError("the batch is empty, or one of its sentences has no token; a client needs text")
         seed = draw_seed(rng)
-        frozen = self.frozen()
+        frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
         trained = {n: p for n, p in self.model.parameters().items() if n not in frozen}
         if not trained:
             raise BadInputError("every parameter is frozen; nothing is trained and nothing is sent")

@@ -13,11 +13,17 @@ from torch import Tensor
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.crowd import Crowd, is_full
 from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
 from gradaudit.leakage.subspace import Span, span
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
+
+_NO_STEP = (
+    "not identifiable: the adapters' B is still zero (no step was made with them), so their A has no gradient; "
+    "an update after the first step carries signal"
+)
 
 
 @register
@@ -56,16 +62,28 @@ class Dager(Attack):
     remove_used: bool = hyper(True, "encoder: a found sentence's tokens leave the sets", source="DAGER, section 4")
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens", source="DAGER, long sequences")
     max_prefixes: int = hyper(4096, "decoder: most prefixes kept at once", source="ours: bounds memory")
+    max_beam: int = hyper(
+        256, "decoder past the width: widest beam of prefixes; time grows with it", source="ours; benchmarks/dager.py"
+    )
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         first, second = self._span(seen, 0), self._span(seen, 1)
+        if (first is None or second is None) and seen.model.spec.lora is not None and self._silent(seen):
+            return Reconstruction(sequences=(), notes=(_NO_STEP,))
         if first is None or second is None:
             raise NotSupportedError(
                 "attack 'dager' needs the query, key or value gradients of blocks 0 and 1, and one of them is not in "
                 "this update or is all zero"
             )
         notes: list[str] = []
-        if first.rank >= seen.model.width or second.rank >= seen.model.width:
+        if (
+            seen.model.spec.lora is not None
+            and max(first.rank / len(first.values), second.rank / len(second.values)) == 1
+        ):
+            notes.append("not identifiable: as many tokens as the adapters of q, k and v have directions together")
+        elif seen.model.causal and self.rank != "paper" and is_full(seen.model, second):
+            return self._crowded(seen, first, second)
+        elif first.rank >= seen.model.width or second.rank >= seen.model.width:
             notes.append("not identifiable: the row space is full (as many tokens as the width, or noise)")
         elif first.rank == 0 or second.rank == 0:
             notes.append("not identifiable: nothing stands above the noise")
@@ -82,6 +100,33 @@ class Dager(Attack):
             found, tried = search.sentences(rng), search.tried
         details = _ranks(first, second) | {"candidates": tried}
         return Reconstruction(sequences=tuple(found), notes=tuple(notes), details=details)
+
+    def _silent(self, seen: Observation) -> bool:
+        """Say whether adapters' gradients were shared and are all zero."""
+        found = [g for layer in (0, 1) if layer < seen.model.depth for r in self.roles for g in seen.role(layer, r)]
+        return bool(found) and not any(bool(g.any()) for g in found)
+
+    def _crowded(self, seen: Observation, first: Span, second: Span) -> Reconstruction:
+        """Return what can be read where block 1's row space holds everything: past the width, or under much noise."""
+        model = seen.model
+        readable = (
+            seen.kind == "gradient"
+            and model.spec.task == "classification"
+            and seen.knowledge.batch_size is not None
+            and first.lost is None
+            and second.lost is None
+            and not is_full(model, first)
+            and model.depth > 2
+            and bool(seen.role(model.depth - 1, "q"))
+        )
+        if not readable:
+            note = "not identifiable: the row space is full (as many tokens as the width, or noise)"
+            return Reconstruction(sequences=(), notes=(note,), details=_ranks(first, second))
+        crowd = Crowd(seen, self._rules(), most=self.max_beam)
+        found = crowd.sentences()
+        told = f"past the width: {len(crowd.found)} sentences were taken out of the gradient one after the other"
+        details = _ranks(first, second) | {"candidates": crowd.tried, "taken_out": len(crowd.found)}
+        return Reconstruction(sequences=tuple(found), notes=(told, *crowd.notes), details=details)
 
     def _rules(self) -> Rules:
         paper = self.threshold == "paper"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,16 @@ Matrices = Mapping[tuple[int, str], Tensor]
 
 def matrices(seen: Observation, layers: int, roles: str = "qkv") -> dict[tuple[int, str], Tensor]:
     """Return the seen gradients of the first blocks' roles; those not shared or all zero are left out."""
+    return matrices_of(seen, [(layer, role) for layer in range(min(layers, seen.model.depth)) for role in roles])
+
+
+def matrices_of(seen: Observation, keys: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Tensor]:
+    """Return the seen gradients by (block, role); those not shared or all zero are left out."""
     found = {}
-    for layer in range(min(layers, seen.model.depth)):
-        for role in roles:
-            for tensor in seen.role(layer, role):
-                if bool(tensor.any()):
-                    found[layer, role] = tensor.detach().double()
+    for key in keys:
+        for tensor in seen.role(*key):
+            if bool(tensor.any()):
+                found[key] = tensor.detach().double()
     return found
 
 

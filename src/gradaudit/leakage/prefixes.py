@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,23 +27,52 @@ def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidat
         prefixes: [P, t] token ids, t may be 0.
         candidates: [C] token ids.
     """
-    leaves = max(1, min(len(candidates), 256))
+    return leaf_values(model, span.layer, prefixes, candidates.expand(len(prefixes), -1), span.residual)
+
+
+@torch.no_grad()
+def leaf_values(
+    model: TextModel, layer: int, prefixes: Tensor, candidates: Tensor, measure: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return a measure of what enters a block for every candidate after its prefix, [P, C]; see `extension_residuals`.
+
+    Args:
+        model: a decoder.
+        layer: block whose inputs are measured.
+        prefixes: [P, t] token ids, t may be 0.
+        candidates: [P, C] token ids, each prefix's own.
+        measure: takes rows [..., d], returns [...].
+    """
+    leaves = max(1, min(candidates.shape[1], 256))
     per_run = max(1, _ROWS // (prefixes.shape[1] + leaves))
     columns = []
-    for part in torch.split(candidates, leaves):
-        rows = [_leaves(model, span, some, part) for some in torch.split(prefixes, per_run)]
-        columns.append(torch.cat(rows))
+    for part in torch.split(candidates, leaves, 1):
+        pairs = zip(torch.split(prefixes, per_run), torch.split(part, per_run), strict=True)
+        columns.append(torch.cat([measure(_leaves(model, layer, *pair)) for pair in pairs]))
     return torch.cat(columns, 1)
 
 
-def _leaves(model: TextModel, span: Span, prefixes: Tensor, candidates: Tensor) -> Tensor:
+def _leaves(model: TextModel, layer: int, prefixes: Tensor, candidates: Tensor) -> Tensor:
     count, done = prefixes.shape
-    ids = torch.cat([prefixes, candidates.expand(count, -1)], 1)
+    ids = torch.cat([prefixes, candidates], 1)
     slot = torch.arange(ids.shape[1], device=ids.device)
     positions = slot.clamp_max(done).expand_as(ids)
     allowed = (slot[:, None] >= slot[None]) & (slot[None] < done) | (slot[:, None] == slot[None])
-    inputs = model.attention_inputs(span.layer, ids, positions, allowed.expand(count, -1, -1))
-    return span.residual(inputs[:, done:])
+    inputs = model.attention_inputs(layer, ids, positions, allowed.expand(count, -1, -1))
+    return inputs[:, done:]
+
+
+@torch.no_grad()
+def last_inputs(model: TextModel, layer: int, sentences: Tensor) -> Tensor:
+    """Return what enters a block at the last token of each sentence, [N, d].
+
+    Args:
+        model: a decoder.
+        layer: block.
+        sentences: [N, T] token ids, all of one length.
+    """
+    some = torch.split(sentences, max(1, _ROWS // sentences.shape[1]))
+    return torch.cat([model.attention_inputs(layer, part)[:, -1] for part in some])
 
 
 @torch.no_grad()

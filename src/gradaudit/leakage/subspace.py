@@ -99,14 +99,15 @@ def stack(
 
 
 def _parts(seen: Observation, layer: int, roles: Sequence[str]) -> tuple[list[Tensor], tuple[str, ...]]:
-    parts, used = [], []
+    parts: dict[int, Tensor] = {}
+    used = []
     for role in roles:
-        found = [g.detach().double() for g in seen.role(layer, role)]
-        found = [g for g in found if float(g.norm()) > 0]
+        found = [g for g in seen.role(layer, role) if bool(g.any())]
         if found:
-            parts += found
+            # one adapter beside GPT-2's fused matrix is q's, k's and v's
+            parts |= {g.data_ptr(): g.detach().double() for g in found}
             used.append(role)
-    return parts, tuple(used)
+    return list(parts.values()), tuple(used)
 
 
 def gap_rank(values: Tensor, precision: float) -> tuple[int, float]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from gradaudit.models.taps import Dropout, Traced
 from gradaudit.types import Task
+
+if TYPE_CHECKING:
+    from gradaudit.models.lora import Lora
 
 ROLES = ("q", "k", "v", "o", "f", "p")
 """Matrices of a block: query, key, value, attention output, feed-forward in (gate and up) and out (projection)."""
@@ -50,6 +54,7 @@ class ModelSpec:
         seed: seed of what is random in it: the fresh classification head, or all weights of a random one.
         layers: keep only the first blocks; None keeps all.
         random_weights: True when no weight is trained; said wherever the model is named.
+        lora: adapters that are trained in place of the model; None for none.
     """
 
     name: str
@@ -58,12 +63,14 @@ class ModelSpec:
     seed: int = 0
     layers: int | None = None
     random_weights: bool = False
+    lora: Lora | None = None
 
     @property
     def title(self) -> str:
         """The name shown to people."""
         depth = f", first {self.layers} blocks" if self.layers is not None else ""
-        return self.name + depth + (" (random weights)" if self.random_weights else "")
+        adapters = f", {self.lora.title}" if self.lora is not None else ""
+        return self.name + depth + adapters + (" (random weights)" if self.random_weights else "")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_ADAPTER = "lora_A.default.weight"
+
+
 class _Program(nn.Module):
     """The computations we need, as one module, so that `functional_call` can put parameters into any of them."""
 
@@ -102,6 +105,7 @@ class TransformersModel(TextModel):
         self.max_length = int(config.max_position_embeddings) - self.first_position_row
         self.special = self._special_tokens()
         self._parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self._untrained = tuple(n for n, p in self._parameters.items() if not p.requires_grad)
         self._fingerprint: str | None = None
 
     # parameters and roles
@@ -114,7 +118,20 @@ class TransformersModel(TextModel):
             raise unknown_name("role", role, ROLES)
         if not 0 <= layer < self.depth:
             raise BadInputError(f"layer {layer} is not there: {self.spec.name} has blocks 0 to {self.depth - 1}")
-        return self.family.views(layer, role)
+        return [self._adapted(view) for view in self.family.views(layer, role)]
+
+    def _adapted(self, view: View) -> View:
+        """Return the adapter that reads what a matrix reads, [r, in], in place of a matrix that has one."""
+        adapter = view.parameter.removesuffix("weight") + _ADAPTER
+        return View(adapter, adapter) if adapter in self._parameters else view
+
+    def untrained(self) -> tuple[str, ...]:
+        """Return the names of the parameters that no client trains: all but adapters and head, where there are any."""
+        return self._untrained
+
+    def weights_changed(self) -> None:
+        """Forget what was computed from the weights."""
+        self._fingerprint = None
 
     def group(self, name: str) -> list[str]:
         table = [self.family.word] if self.family.position is None else [self.family.word, self.family.position]
@@ -215,10 +232,14 @@ class TransformersModel(TextModel):
 
     @torch.no_grad()
     def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
-        view = self.views(layer, role)[0]
-        weight = view(self._parameters[view.parameter])
-        out = rows @ weight.to(rows).T
-        bias = self._parameters.get(view.parameter.removesuffix("weight") + "bias")
+        view = self.family.views(layer, role)[0]
+        stem = view.parameter.removesuffix("weight")
+        base = stem + "base_layer." if view.parameter not in self._parameters else stem
+        whole = self._parameters[base + "weight"]
+        if base != stem:
+            whole = whole + self.module.get_submodule(stem.removesuffix(".")).get_delta_weight("default")
+        out = rows @ view(whole).to(rows).T
+        bias = self._parameters.get(base + "bias")
         if bias is not None:
             out = out + (bias if view.rows is None else bias[view.rows[0] : view.rows[1]]).to(rows)
         size = self.width // int(self.module.config.num_attention_heads)

@@ -15,6 +15,7 @@ from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models import packages
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.families import FAMILIES
+from gradaudit.models.lora import add_adapters
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import global_stream, stream
 
@@ -114,7 +115,7 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> Transform
     A fresh classification head is drawn from the spec's seed, so the same spec gives the same weights everywhere.
 
     Args:
-        spec: name, task, number of labels, seed, number of blocks.
+        spec: name, task, number of labels, seed, number of blocks, adapters.
         device: where to put the weights; the CPU when None.
 
     Raises:
@@ -140,6 +141,8 @@ def _load(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
         module, tokenizer = _pretrained(spec, name)
     else:
         raise unknown_name("model", name, [*EMBEDDED, *(RANDOM + shape for shape in SHAPES)])
+    if spec.lora is not None:
+        add_adapters(module, spec.lora, spec.seed)
     if device is not None:
         module = module.to(device)
     return TransformersModel(module, tokenizer, spec)

@@ -1,0 +1,258 @@
+"""Decoders past the width: more tokens than a row space has directions, and still sentence by sentence.
+
+A full row space holds every row, but not every row equally. With G the stacked gradients of a block, a row x of the
+batch that brought the signal delta has x^T (G^T G)^-1 x of at most about 1 / |delta|^2; a row that was not there is
+made of the weak directions too, and is far above. So prefixes are grown by that leverage, many at a time. Where
+sentences end is exact at any load: a classifier's last block has a query gradient at the last token of each sentence
+only, so its row space has as many directions as there are sentences, and a sentence whose end lies in it was there. Its
+own gradient is then taken out; the next round has fewer tokens, and below the width the rest is grown as ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.deflation import Remainder, matrices_of, remainder, sentence_gradient
+from gradaudit.leakage.growth import AcceptedTokens, Rules, grow
+from gradaudit.leakage.prefixes import last_inputs, leaf_values
+from gradaudit.leakage.subspace import Span
+from gradaudit.models.base import TextModel
+from gradaudit.progress import step
+from gradaudit.types import Observation
+
+FULL = 0.1
+"""A row space is full when rows that are not the batch's lie nearer than this."""
+_PROBES = 64
+"""Tokens spread over the vocabulary whose rows show whether a row space is full, and where wrong rows lie."""
+_FLOOR = 1e-6
+"""Directions weaker than this share of the strongest are rounding."""
+_ENDS = 5e-3
+"""A sentence's end this near the last block's span is one: right ones are at rounding, wrong ones near 1."""
+_DEEPER = 3
+"""The second block that rates prefixes: contrast is best from block 2 on, and each block costs."""
+_CHILDREN = 8
+"""Continuations of a prefix that are rated in the deeper block."""
+_ONCE = 0.05
+"""How near to 1 a sentence's share must come (see `copies`)."""
+_COPIES = 3
+"""A sentence that occurs more often in one batch is not looked for."""
+_PATIENCE = 6
+"""Positions without a new sentence that end a round."""
+
+
+@dataclass(frozen=True)
+class Leverage:
+    """How hard a row is to make from what a block's gradients hold: low for rows of the batch.
+
+    Args:
+        weights: [d, d] directions over their singular values.
+        layer: block.
+    """
+
+    weights: Tensor
+    layer: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return the logarithm of the leverage of rows [..., d]."""
+        unit = torch.nn.functional.normalize(rows, dim=-1)
+        return (unit @ self.weights.to(rows.dtype)).square().sum(-1).log()
+
+
+def leverage_of(stacked: Tensor, layer: int) -> Leverage:
+    """Return the leverage in stacked gradients [out, d] of a block."""
+    _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
+    strength = (values / values[0]).square() + _FLOOR**2
+    return Leverage(vh.T * strength.rsqrt(), layer)
+
+
+@torch.no_grad()
+def is_full(model: TextModel, span: Span) -> bool:
+    """Say whether a row space tells nothing apart: rows that are not the batch's lie in it as well.
+
+    Args:
+        model: the model.
+        span: of any block.
+    """
+    if span.rank >= model.width:
+        return True
+    if span.rank < model.width // 2:
+        return False
+    residuals = span.residual(model.attention_inputs(span.layer, _probes(model, span.basis.device)[:, None])[:, 0])
+    return float(residuals.median()) < FULL
+
+
+def _probes(model: TextModel, device: torch.device) -> Tensor:
+    apart = max(1, model.vocabulary_size // _PROBES)
+    return torch.arange(apart // 2, model.vocabulary_size, apart, device=device)
+
+
+@dataclass
+class Crowd:
+    """The sentences of a full row space, found and taken out round by round.
+
+    Args:
+        seen: one gradient of a classifier, a decoder of three blocks or more, with known batch size.
+        rules: tolerances and bounds of what is grown once it is below the width.
+        beam: prefixes kept; twice as many after a round that found nothing.
+        most: prefixes kept at most.
+    """
+
+    seen: Observation
+    rules: Rules
+    beam: int = 64
+    most: int = 512
+    tried: int = 0
+    found: list[tuple[int, ...]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = self.seen.model
+        size = self.seen.knowledge.batch_size
+        assert size is not None
+        self.size = size
+        self.last = self.model.depth - 1
+        self.deeper = min(_DEEPER, self.last - 1)
+
+    def sentences(self) -> list[tuple[int, ...]]:
+        """Return the sentences that are proven, then what is grown exactly from the rest, then the likeliest of it."""
+        self.rest = self._begin()
+        guesses: list[tuple[int, ...]] = []
+        beam = self.beam
+        while beam <= self.most and len(self.found) < self.size:
+            first, second = self.rest.span(0), self.rest.span(1)
+            if second.rank == 0:
+                guesses = []
+                break
+            if is_full(self.model, first):
+                self.notes.append("not identifiable: more different words and positions than the width")
+                break
+            if not is_full(self.model, second):
+                guesses = self._grown(first, second)
+                break
+            before = len(self.found)
+            guesses = self._round(first, beam)
+            beam = beam if len(self.found) > before else 2 * beam
+        return self.found + guesses[: self.size - len(self.found)]
+
+    def _begin(self) -> Remainder:
+        keys = [(layer, role) for layer in {0, 1, self.deeper} for role in "qkv"] + [(self.last, "q")]
+        eps = torch.finfo(next(iter(self.seen.tensors.values())).dtype).eps
+        return remainder(matrices_of(self.seen, keys), eps)
+
+    def _grown(self, first: Span, second: Span) -> list[tuple[int, ...]]:
+        """Grow what is left below the width."""
+        left = self.size - len(self.found)
+        fewer = replace(self.seen, knowledge=replace(self.seen.knowledge, batch_size=left))
+        grown = grow(fewer, first, second, self.rules)
+        self.tried += grown.tried
+        self.notes += [note for note in grown.notes if note not in self.notes]
+        return [s for s in grown.sentences if s not in self.found]
+
+    def _round(self, first: Span, beam: int) -> list[tuple[int, ...]]:
+        """Grow the likeliest prefixes, take out those that are sentences, and return the likeliest of the others."""
+        model, quiet = self.model, 0
+        accepted = AcceptedTokens(model, first, self.rules.token)
+        prefixes = torch.zeros((1, 0), dtype=torch.long, device=first.basis.device)
+        score = torch.zeros(1, device=first.basis.device)
+        likely: dict[tuple[int, ...], float] = {}
+        blocks = self._leverages()
+        for position in range(min(self.rules.longest, model.max_length)):
+            candidates = accepted.at(position)
+            if len(candidates) == 0 or len(self.found) >= self.size or quiet >= _PATIENCE:
+                break
+            prefixes, score = self._extended(blocks, prefixes, score, candidates, beam)
+            step(f"dager: beam {beam}, prefixes of {position + 1} tokens, sentences", len(self.found), self.size)
+            likely |= {tuple(p): float(s) / (position + 1) for p, s in zip(prefixes.tolist(), score, strict=True)}
+            if self._taken(prefixes):
+                quiet, blocks = 0, self._leverages()
+                if not is_full(model, self.rest.span(1)):
+                    break  # the rest is below the width
+            elif position >= _PATIENCE:
+                quiet += 1
+        return _apart(likely, self.size - len(self.found))
+
+    def _leverages(self) -> list[Leverage]:
+        return [leverage_of(self.rest.stacked(layer), layer) for layer in sorted({1, self.deeper})]
+
+    def _extended(
+        self, blocks: Sequence[Leverage], prefixes: Tensor, score: Tensor, candidates: Tensor, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the likeliest prefixes one token longer, and their scores."""
+        first, *deeper = blocks
+        values = self._rated(first, prefixes, candidates.expand(len(prefixes), -1))
+        values = values - values.median()
+        few = min(_CHILDREN, len(candidates))
+        best = values.topk(few, largest=False)
+        total, children = best.values, candidates[best.indices]
+        for block in deeper:
+            every = max(1, len(candidates) // _PROBES)
+            usual = self._rated(block, prefixes[:few], candidates[::every].expand(len(prefixes[:few]), -1)).median()
+            total = total + self._rated(block, prefixes, children) - usual
+        total = score[:, None] + total / len(blocks)
+        kept = total.flatten().topk(min(most, total.numel()), largest=False)
+        parent, child = kept.indices // few, kept.indices % few
+        return torch.cat([prefixes[parent], children[parent, child][:, None]], 1), kept.values
+
+    def _rated(self, block: Leverage, prefixes: Tensor, candidates: Tensor) -> Tensor:
+        self.tried += candidates.numel()
+        return leaf_values(self.model, block.layer, prefixes, candidates, block)
+
+    def _taken(self, prefixes: Tensor) -> bool:
+        """Take the prefixes that are sentences out of the gradient, each under the labels that explain its end."""
+        key, ends = (self.last, "q"), self.rest.span(self.last)
+        residuals = ends.residual(last_inputs(self.model, self.last, prefixes))
+        rows = torch.where(residuals < _ENDS)[0].tolist()
+        if not rows:
+            return False
+        inverse, before = _inverse(self.rest.left[key], ends.rank), len(self.found)
+        for sentence in (tuple(prefixes[row].tolist()) for row in rows):
+            labels = range(self.model.spec.labels)
+            gradients = [sentence_gradient(self.model, sentence, label, self.rest.left) for label in labels]
+            for label in copies([_share(inverse, g[key] / self.size) for g in gradients]) or ():
+                self.rest = self.rest.without(gradients[label], 1 / self.size)
+                self.found.append(sentence)
+        return len(self.found) > before
+
+
+def _inverse(matrix: Tensor, rank: int) -> Tensor:
+    """Return the pseudo-inverse of a matrix [out, d] of known rank, [d, out]."""
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return (right[:rank].T / values[:rank]) @ left[:, :rank].T
+
+
+def _share(inverse: Tensor, one: Tensor) -> float:
+    """Return x^T M^+ a for a rank-one matrix a x^T [out, d]; taking it out of M lowers the rank where that is 1.
+
+    Source: Wedderburn (1934).
+    """
+    return float((inverse * one.T).sum())
+
+
+def copies(shares: Sequence[float]) -> tuple[int, ...] | None:
+    """Return the labels, as few as will do, whose shares add up to 1; None where none do.
+
+    Args:
+        shares: by label, x^T M^+ a of a sentence's end x and the signal a it would send with that label; what was sent
+            is the sum over its copies, and that sum has 1.
+    """
+    for count in range(1, _COPIES + 1):
+        for labels in itertools.combinations_with_replacement(range(len(shares)), count):
+            if abs(sum(shares[label] for label in labels) - 1) < _ONCE:
+                return labels
+    return None
+
+
+def _apart(likely: dict[tuple[int, ...], float], count: int) -> list[tuple[int, ...]]:
+    """Return the likeliest texts of which none begins another."""
+    chosen: list[tuple[int, ...]] = []
+    for text in sorted(likely, key=lambda s: likely[s]):
+        if not any(text[: len(c)] == c or c[: len(text)] == text for c in chosen):
+            chosen.append(text)
+        if len(chosen) == count:
+            break
+    return chosen
