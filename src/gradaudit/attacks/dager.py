@@ -14,6 +14,7 @@ from torch import Tensor
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.crowd import Crowd, is_full
+from gradaudit.leakage.ends import ends_of
 from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
 from gradaudit.leakage.subspace import Span, span
 from gradaudit.progress import step
@@ -76,13 +77,10 @@ class Dager(Attack):
                 "this update or is all zero"
             )
         notes: list[str] = []
-        if (
-            seen.model.spec.lora is not None
-            and max(first.rank / len(first.values), second.rank / len(second.values)) == 1
-        ):
-            notes.append("not identifiable: as many tokens as the adapters of q, k and v have directions together")
-        elif seen.model.causal and self.rank != "paper" and is_full(seen.model, second):
+        if seen.model.causal and self.rank != "paper" and is_full(seen.model, second):
             return self._crowded(seen, first, second)
+        if any(s.rank == len(s.values) < seen.model.width for s in (first, second)):
+            notes.append("not identifiable: as many tokens as the adapters of q, k and v have directions together")
         elif first.rank >= seen.model.width or second.rank >= seen.model.width:
             notes.append("not identifiable: the row space is full (as many tokens as the width, or noise)")
         elif first.rank == 0 or second.rank == 0:
@@ -93,7 +91,8 @@ class Dager(Attack):
             notes.append("the update is noisy or rounded: what stands above its noise was read, by the nearest fit")
         if seen.model.causal:
             grown = grow(seen, first, second, self._rules())
-            found, tried = grown.sentences, grown.tried
+            clean = first.lost is None and second.lost is None and self.rank != "paper"
+            found, tried = self._counted(seen, grown.sentences) if clean else grown.sentences, grown.tried
             notes += grown.notes
         else:
             search = _Products(self, seen, first, second, notes)
@@ -106,18 +105,24 @@ class Dager(Attack):
         found = [g for layer in (0, 1) if layer < seen.model.depth for r in self.roles for g in seen.role(layer, r)]
         return bool(found) and not any(bool(g.any()) for g in found)
 
+    def _counted(self, seen: Observation, sentences: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Return the sentences with those that occur again as often as they do, where the last block tells."""
+        missing = (seen.knowledge.batch_size or 0) - len(sentences)
+        ends = ends_of(seen) if sentences and missing > 0 else None
+        if ends is None:
+            return sentences
+        again = [sentence for sentence in sentences for _ in ends.labels(sentence)[1:]]
+        return sentences + again[:missing]
+
     def _crowded(self, seen: Observation, first: Span, second: Span) -> Reconstruction:
         """Return what can be read where block 1's row space holds everything: past the width, or under much noise."""
         model = seen.model
         readable = (
-            seen.kind == "gradient"
-            and model.spec.task == "classification"
-            and seen.knowledge.batch_size is not None
-            and first.lost is None
+            first.lost is None
             and second.lost is None
             and not is_full(model, first)
             and model.depth > 2
-            and bool(seen.role(model.depth - 1, "q"))
+            and ends_of(seen) is not None
         )
         if not readable:
             note = "not identifiable: the row space is full (as many tokens as the width, or noise)"

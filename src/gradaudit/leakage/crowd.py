@@ -10,16 +10,16 @@ own gradient is then taken out; the next round has fewer tokens, and below the w
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from gradaudit.leakage.deflation import Remainder, matrices_of, remainder, sentence_gradient
+from gradaudit.leakage.ends import Ends
 from gradaudit.leakage.growth import AcceptedTokens, Rules, grow
-from gradaudit.leakage.prefixes import last_inputs, leaf_values
+from gradaudit.leakage.prefixes import leaf_values
 from gradaudit.leakage.subspace import Span
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -31,16 +31,10 @@ _PROBES = 64
 """Tokens spread over the vocabulary whose rows show whether a row space is full, and where wrong rows lie."""
 _FLOOR = 1e-6
 """Directions weaker than this share of the strongest are rounding."""
-_ENDS = 5e-3
-"""A sentence's end this near the last block's span is one: right ones are at rounding, wrong ones near 1."""
 _DEEPER = 3
 """The second block that rates prefixes: contrast is best from block 2 on, and each block costs."""
 _CHILDREN = 8
 """Continuations of a prefix that are rated in the deeper block."""
-_ONCE = 0.05
-"""How near to 1 a sentence's share must come (see `copies`)."""
-_COPIES = 3
-"""A sentence that occurs more often in one batch is not looked for."""
 _PATIENCE = 6
 """Positions without a new sentence that end a round."""
 
@@ -60,7 +54,8 @@ class Leverage:
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the logarithm of the leverage of rows [..., d]."""
         unit = torch.nn.functional.normalize(rows, dim=-1)
-        return (unit @ self.weights.to(rows.dtype)).square().sum(-1).log()
+        leverage: Tensor = (unit @ self.weights.to(rows.dtype)).square().sum(-1).log()
+        return leverage
 
 
 def leverage_of(stacked: Tensor, layer: int) -> Leverage:
@@ -151,6 +146,7 @@ class Crowd:
         grown = grow(fewer, first, second, self.rules)
         self.tried += grown.tried
         self.notes += [note for note in grown.notes if note not in self.notes]
+        self._take_out(grown.sentences, Ends(self.model, self.rest, self.size))  # which also counts copies
         return [s for s in grown.sentences if s not in self.found]
 
     def _round(self, first: Span, beam: int) -> list[tuple[int, ...]]:
@@ -168,7 +164,8 @@ class Crowd:
             prefixes, score = self._extended(blocks, prefixes, score, candidates, beam)
             step(f"dager: beam {beam}, prefixes of {position + 1} tokens, sentences", len(self.found), self.size)
             likely |= {tuple(p): float(s) / (position + 1) for p, s in zip(prefixes.tolist(), score, strict=True)}
-            if self._taken(prefixes):
+            ends = Ends(model, self.rest, self.size)
+            if self._take_out([tuple(prefixes[row].tolist()) for row in ends.among(prefixes)], ends):
                 quiet, blocks = 0, self._leverages()
                 if not is_full(model, self.rest.span(1)):
                     break  # the rest is below the width
@@ -202,49 +199,15 @@ class Crowd:
         self.tried += candidates.numel()
         return leaf_values(self.model, block.layer, prefixes, candidates, block)
 
-    def _taken(self, prefixes: Tensor) -> bool:
-        """Take the prefixes that are sentences out of the gradient, each under the labels that explain its end."""
-        key, ends = (self.last, "q"), self.rest.span(self.last)
-        residuals = ends.residual(last_inputs(self.model, self.last, prefixes))
-        rows = torch.where(residuals < _ENDS)[0].tolist()
-        if not rows:
-            return False
-        inverse, before = _inverse(self.rest.left[key], ends.rank), len(self.found)
-        for sentence in (tuple(prefixes[row].tolist()) for row in rows):
-            labels = range(self.model.spec.labels)
-            gradients = [sentence_gradient(self.model, sentence, label, self.rest.left) for label in labels]
-            for label in copies([_share(inverse, g[key] / self.size) for g in gradients]) or ():
-                self.rest = self.rest.without(gradients[label], 1 / self.size)
+    def _take_out(self, sentences: Iterable[tuple[int, ...]], ends: Ends) -> bool:
+        """Take the sentences that were sent out of the gradient, and say whether there was one."""
+        before = len(self.found)
+        for sentence in sentences:
+            for label in ends.labels(sentence):
+                own = sentence_gradient(self.model, sentence, label, self.rest.left)
+                self.rest = self.rest.without(own, 1 / self.size)
                 self.found.append(sentence)
         return len(self.found) > before
-
-
-def _inverse(matrix: Tensor, rank: int) -> Tensor:
-    """Return the pseudo-inverse of a matrix [out, d] of known rank, [d, out]."""
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    return (right[:rank].T / values[:rank]) @ left[:, :rank].T
-
-
-def _share(inverse: Tensor, one: Tensor) -> float:
-    """Return x^T M^+ a for a rank-one matrix a x^T [out, d]; taking it out of M lowers the rank where that is 1.
-
-    Source: Wedderburn (1934).
-    """
-    return float((inverse * one.T).sum())
-
-
-def copies(shares: Sequence[float]) -> tuple[int, ...] | None:
-    """Return the labels, as few as will do, whose shares add up to 1; None where none do.
-
-    Args:
-        shares: by label, x^T M^+ a of a sentence's end x and the signal a it would send with that label; what was sent
-            is the sum over its copies, and that sum has 1.
-    """
-    for count in range(1, _COPIES + 1):
-        for labels in itertools.combinations_with_replacement(range(len(shares)), count):
-            if abs(sum(shares[label] for label in labels) - 1) < _ONCE:
-                return labels
-    return None
 
 
 def _apart(likely: dict[tuple[int, ...], float], count: int) -> list[tuple[int, ...]]:

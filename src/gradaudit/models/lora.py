@@ -67,7 +67,7 @@ def add_adapters(module: Any, lora: Lora, seed: int) -> None:
     names = sorted({view.parameter.removesuffix(".weight") for view in views})
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,  # type: ignore[arg-type]
+        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
         target_modules=names,
         fan_in_fan_out=any(view.transpose for view in views),
     )
