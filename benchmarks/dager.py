@@ -1,10 +1,12 @@
-"""DAGER beyond exact gradients: few digits, noise and local training; a table a group in benchmarks/results/dager/.
+"""DAGER, all that its paper reports and what lies past it; a table a group in benchmarks/results/dager/.
 
     python benchmarks/rotten_tomatoes.py ../shared/data/rotten_tomatoes out/data/rotten_tomatoes.tsv
-    OMP_NUM_THREADS=1 python benchmarks/dager.py precision fedavg
+    OMP_NUM_THREADS=1 python benchmarks/dager.py exact past encoders lora precision fedavg
 
-Groups: precision (half precision, integers, Gaussian noise), fedavg (the paper's grid and beyond; four blocks, random
-weights). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+Groups: exact (decoders below the width), past (and beyond it), encoders (the paper's search), lora (adapters of
+SmolLM2, trained a few steps), precision (half precision, integers, Gaussian noise), fedavg (the paper's grid and
+beyond; four blocks, random weights). Records go to out/benchmarks (a run that was stopped goes on there) and hold no
+text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from tables import command, commit, write_table
 from gradaudit.audit import pick_device, prepare, run
 from gradaudit.case import parse_case
 from gradaudit.metrics.summary import summarize
+from gradaudit.models.transformers import TransformersModel
 from gradaudit.record import Record
 
 
@@ -38,6 +41,8 @@ class Cell:
         defense: [[defense]] tables.
         layers: blocks of the model; None for all.
         published: ROUGE-1 in the paper, if any.
+        attack: the [attack] table.
+        lora: the [lora] table.
     """
 
     title: str
@@ -49,6 +54,8 @@ class Cell:
     defense: tuple[dict[str, Any], ...] = ()
     layers: int | None = None
     published: str = ""
+    attack: dict[str, Any] = field(default_factory=lambda: {"name": "dager"})
+    lora: dict[str, Any] | None = None
 
     def case(self) -> dict[str, Any]:
         """The case file's content."""
@@ -59,9 +66,53 @@ class Cell:
             "data": DATA[self.data] | {"shuffle_seed": 202, "batch_size": self.size, "batches": self.batches},
             "client": self.client,
             "defense": list(self.defense),
-            "attack": {"name": "dager"},
+            "attack": self.attack,
             "metrics": {"diagnose": False},
-        }
+        } | ({"lora": self.lora} if self.lora else {})
+
+
+LIMITED = {"name": "dager", "max_candidates": 200_000}
+"""The paper's encoder search, at a fiftieth of its products a length."""
+
+
+def exact() -> list[Cell]:
+    """Decoders below the width: no batch may be lost."""
+    published = {("random:gpt2", "cola"): "100", ("random:gpt2", "sst2"): "100 to B = 32, 92.9 at 64"}
+    sizes = {"cola": (1, 4, 8, 16, 32), "sst2": (1, 4, 16, 32), "rt": (1, 4, 16)}
+    return [
+        Cell("", model, data, size, 20 if size < 16 else 5, layers=layers, published=published.get((model, data), ""))
+        for model, layers in (("smollm2", None), ("random:gpt2", 4)) for data, many in sizes.items() for size in many
+    ]  # fmt: skip
+
+
+def past() -> list[Cell]:
+    """Around and past the width."""
+    gpt2 = [("cola", 64, "100 (B = 64)"), ("cola", 96, ""), ("cola", 128, "30.3 (B = 128, 1.3 d)")]
+    gpt2 += [("rt", 32, "98.0 (B = 32)"), ("rt", 48, "2.8 (B = 64)"), ("sst2", 128, "13.7 (B = 128, about 2 d)")]
+    cells = [Cell("", "random:gpt2", data, size, 2, layers=4, published=value) for data, size, value in gpt2]
+    return cells + [Cell("", "smollm2", "cola", size, 2, layers=8) for size in (64, 96)]
+
+
+def encoders() -> list[Cell]:
+    """The paper's encoder rows, by its search; `decode` stands beside them in exact-decoding/benchmark.md."""
+    values = {"cola": ("100", "100", "94.0"), "sst2": ("100", "99.3", "95.6"), "rt": ("100", "98.1", "66.8")}
+    return [
+        Cell("", "minilm", data, size, 5, attack=LIMITED, published=value)
+        for data, row in values.items() for size, value in zip((1, 2, 4), row, strict=True)
+    ]  # fmt: skip
+
+
+def lora() -> list[Cell]:
+    """Adapters of rank 8 to 256 after ten steps, and at the first, where B is zero; tokens over rank tell the load."""
+    cells = [Cell("first step", "smollm2", "cola", 1, 2, lora={"rank": 8})]
+    sizes = {8: (1, 2, 4), 16: (1, 2, 4, 8), 64: (4, 8, 16, 32), 256: (16, 32)}
+    cells += [
+        Cell("ten steps", "smollm2", "cola", size, 5, lora={"rank": rank, "warmup": 10})
+        for rank, some in sizes.items() for size in some
+    ]  # fmt: skip
+    cells.append(Cell("ten steps", "smollm2", "rt", 16, 5, published="94.8", lora={"rank": 256, "warmup": 10}))
+    wide = {"warmup": 10, "modules": "all-linear"}
+    return cells + [Cell("ten steps", "smollm2", "cola", 16, 5, lora={"rank": r} | wide) for r in (64, 256)]
 
 
 def precision() -> list[Cell]:
@@ -92,10 +143,12 @@ def fedavg() -> list[Cell]:
     ]
 
 
-GROUPS = {"precision": precision, "fedavg": fedavg}
+GROUPS = {
+    "exact": exact, "past": past, "encoders": encoders, "lora": lora, "precision": precision, "fedavg": fedavg
+}  # fmt: skip
 HEADER = (
-    "| update | model | data | B | batches | load b/d | R-1 | R-2 | R-L | exact % | blind R-L | median s "
-    "| published R-1 |\n" + "|---" * 13 + "|"
+    "| update | model | data | B | batches | load b/d | R-1 | R-2 | R-L | exact % | whole batches | blind R-L "
+    "| median s | published R-1 |\n" + "|---" * 14 + "|"
 )
 
 
@@ -105,10 +158,17 @@ def row(cell: Cell, records: list[Record]) -> str:
     scores = [summary.scores[k].mean or 0.0 for k in ("rouge1", "rouge2", "rougeL", "exact")]
     loads = [r.load for r in records]
     model = cell.model if cell.layers is None else f"{cell.model}, {cell.layers} blocks"
+    whole = sum(r.scores["exact"] == 100 for r in records)
+    update = cell.title or "gradient"
+    if cell.lora:
+        rank = cell.lora["rank"]
+        least, most = (f(r.tokens for r in records) / rank for f in (min, max))
+        where = cell.lora.get("modules", "attention")
+        update = f"{update}, LoRA r = {rank} on {where}, tokens/r {least:.1f}-{most:.1f}"
     return (
-        f"| {cell.title} | {model} | {cell.data} | {cell.size} | {len(records)} | {min(loads):.2f}-{max(loads):.2f} "
-        f"| {' | '.join(f'{v:.1f}' for v in scores)} | {summary.baseline['rougeL'].mean or 0:.1f} "
-        f"| {summary.seconds:.1f} | {cell.published} |"
+        f"| {update} | {model} | {cell.data} | {cell.size} | {len(records)} | {min(loads):.2f}-{max(loads):.2f} "
+        f"| {' | '.join(f'{v:.1f}' for v in scores)} | {whole}/{len(records)} "
+        f"| {summary.baseline['rougeL'].mean or 0:.1f} | {summary.seconds:.1f} | {cell.published} |"
     )
 
 
@@ -122,11 +182,18 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     device = pick_device(given.device)
+    loaded: tuple[Any, TransformersModel] | None = None
     for group in given.groups:
         lines = []
         for cell in GROUPS[group]():
-            ready = prepare(parse_case(cell.case()), Path.cwd(), device, None)
-            title = f"{group}-{cell.model}-{cell.data}-{cell.size}-{cell.title}"
+            case = parse_case(cell.case())
+            key = (case.model, case.layers)
+            if case.lora or loaded is None or loaded[0] != key:
+                loaded = None  # one model at a time; adapters were trained on rows that are private in another cell
+            ready = prepare(case, Path.cwd(), device, loaded[1] if loaded else None)
+            loaded = None if case.lora else (key, ready.model)
+            adapters = "-".join(map(str, (cell.lora or {}).values()))
+            title = f"{group}-{cell.model}-{cell.data}-{cell.size}-{cell.title}-{adapters}"
             records: list[Record] = []
             for record in run(ready, given.out / title.replace(" ", "-").replace(",", "").replace(":", "-")):
                 records.append(record)
@@ -138,7 +205,7 @@ def main() -> None:
                 f"Made by `{command()}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s). Our "
                 "scoring; the attacker has the weights, and knows batch size and training, not labels or lengths; "
                 "failures count 0. Draw 202: thresholds were developed on 101. "
-                "Published: GPT-2 with trained weights, Rotten Tomatoes."
+                "Published: DAGER's own, trained GPT-2 (LoRA: Llama-3.1-8B, encoders: BERT-base), another draw."
             )
             write_table(given.write / f"{group}.md", head, "\n".join([HEADER, *lines]))
 

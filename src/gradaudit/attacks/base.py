@@ -101,14 +101,16 @@ class ModelChangedError(RuntimeError):
 
 def _numbers(seen: Observation) -> list[int]:
     """Return checksums of all weights and of all that was seen; in-place writes of any kind change them."""
-    tensors = [*seen.model.parameters().values(), *seen.tensors.values()]
-    return [
-        int(t.detach().contiguous().view(torch.uint8).view(-1)[: _whole(t)].view(torch.int32).sum()) for t in tensors
-    ]
+    return [_checksum(t.detach()) for t in (*seen.model.parameters().values(), *seen.tensors.values())]
 
 
-def _whole(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size() // 4 * 4
+def _checksum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's bytes, eight at a time: as int64 nothing is converted on the way, and it wraps."""
+    data = tensor.reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = len(data) // 8 * 8
+    return int(data[:whole].view(torch.int64).sum()) ^ int(data[whole:].sum())
 
 
 def needs_of(attack: type[Attack]) -> tuple[str, ...]:
