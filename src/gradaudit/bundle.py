@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ import gradaudit
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import ModelSpec, TextModel
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.models.zoo import load_model
+from gradaudit.models.zoo import load_model, whole_shapes
 from gradaudit.selection import Selection
 from gradaudit.types import Knowledge, LocalTraining, Observation, Task, Update, UpdateKind
 
@@ -155,13 +155,17 @@ def save_bundle(
     return folder
 
 
-def load_bundle(folder: Path, device: torch.device | None = None, model: str | None = None) -> Bundle:
+def load_bundle(
+    folder: Path, device: torch.device | None = None, model: str | None = None, blocks: int | None = None
+) -> Bundle:
     """Read a bundle, load its model and check that the two fit, before any attack starts.
 
     Args:
         folder: the bundle.
         device: where model and tensors go; the CPU when None.
         model: a model name to use in place of the one the manifest names; its weights must be the same.
+        blocks: read only so many first blocks of the model, and of the update what belongs to them: a large model then
+            needs a fraction of its memory, and its weights cannot be checked against the manifest.
 
     Raises:
         BadInputError: not a bundle, truncated or foreign files, another model, or an error of `preflight`.
@@ -172,8 +176,14 @@ def load_bundle(folder: Path, device: torch.device | None = None, model: str | N
         raise BadInputError(
             f"{folder / TENSORS} does not hold the tensors that {MANIFEST} lists; the bundle is damaged"
         )
-    loaded = _load_model(folder, manifest, device, model)
-    if loaded.fingerprint() != manifest.model.fingerprint:
+    loaded = _load_model(folder, manifest, device, model, blocks)
+    if blocks is not None:
+        strange = _misfits(whole_shapes(loaded.spec), shapes)
+        if strange:
+            raise BadInputError(_told(folder, strange))
+        here = loaded.parameters()
+        shapes = {name: shape for name, shape in shapes.items() if name in here}
+    elif loaded.fingerprint() != manifest.model.fingerprint:
         raise BadInputError(
             f"the bundle names another model: it was made with weights {manifest.model.fingerprint[:12]}, and "
             f"'{model or manifest.model.name}' has {loaded.fingerprint()[:12]}"
@@ -183,8 +193,11 @@ def load_bundle(folder: Path, device: torch.device | None = None, model: str | N
         raise BadInputError(_told(folder, misfits))
     if _sha256(folder / TENSORS) != manifest.sha256:
         raise BadInputError(f"{folder / TENSORS} is not the file that {MANIFEST} describes (sha256 differs)")
-    tensors = _read_tensors(folder / TENSORS, device)
+    tensors = _read_tensors(folder / TENSORS, device, shapes)
     findings = preflight(loaded, tensors)
+    if blocks is not None:
+        text = f"only {blocks} blocks of the model were loaded: its weights were not checked against the bundle's"
+        findings.append(Finding("warning", text))
     errors = [f for f in findings if f.level == "error"]
     if errors:
         raise BadInputError(_told(folder, errors))
@@ -220,19 +233,8 @@ def fit(model: TextModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding
     """
     if not shapes:
         return [Finding("error", "the update holds no tensors")]
-    parameters = model.parameters()
-    findings = []
-    extra = sorted(set(shapes) - set(parameters))
-    if extra:
-        findings.append(Finding("error", f"{len(extra)} tensors are not of this model, the first is '{extra[0]}'"))
-    for name, shape in shapes.items():
-        if name in parameters and tuple(parameters[name].shape) != tuple(shape):
-            findings.append(
-                Finding(
-                    "error",
-                    f"'{name}' has shape {list(shape)}, the model's is {list(parameters[name].shape)}",
-                )
-            )
+    parameters = {name: tuple(p.shape) for name, p in model.parameters().items()}
+    findings = _misfits(parameters, shapes)
     missing = sorted(set(parameters) - set(shapes))
     if missing:
         findings.append(
@@ -242,6 +244,18 @@ def fit(model: TextModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding
                 f"the first is '{missing[0]}'",
             )
         )
+    return findings
+
+
+def _misfits(parameters: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+    findings = []
+    extra = sorted(set(shapes) - set(parameters))
+    if extra:
+        findings.append(Finding("error", f"{len(extra)} tensors are not of this model, the first is '{extra[0]}'"))
+    for name, shape in shapes.items():
+        if name in parameters and parameters[name] != tuple(shape):
+            told = f"'{name}' has shape {list(shape)}, the model's is {list(parameters[name])}"
+            findings.append(Finding("error", told))
     return findings
 
 
@@ -324,9 +338,11 @@ def _told(folder: Path, findings: list[Finding]) -> str:
     return f"the update in {folder} cannot be attacked: {findings[0].text}{more}"
 
 
-def _load_model(folder: Path, manifest: Manifest, device: torch.device | None, other: str | None) -> TransformersModel:
+def _load_model(
+    folder: Path, manifest: Manifest, device: torch.device | None, other: str | None, blocks: int | None
+) -> TransformersModel:
     entry = manifest.model
-    spec = ModelSpec(entry.name, entry.task, entry.labels, seed=entry.seed, layers=entry.layers)
+    spec = ModelSpec(entry.name, entry.task, entry.labels, seed=entry.seed, layers=entry.layers, loaded=blocks)
     if other is not None:
         return load_model(replace(spec, name=other), device)
     if not entry.inside:
@@ -378,10 +394,10 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         raise BadInputError(f"{path} is truncated or not a safetensors file ({error})") from None
 
 
-def _read_tensors(path: Path, device: torch.device | None) -> dict[str, Tensor]:
+def _read_tensors(path: Path, device: torch.device | None, names: Iterable[str]) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).to(device or "cpu") for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name).to(device or "cpu") for name in names}
     except SafetensorError as error:
         raise BadInputError(f"{path} is truncated or not a safetensors file ({error})") from None
 

@@ -143,6 +143,9 @@ def attack(
     selection: Annotated[str, typer.Option(help="Which gradients the attacker sees.")] = "all",
     model: Annotated[str | None, typer.Option(help="Model to use in place of the one the bundle names.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack's random stream.")] = 0,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Load only the model's first blocks; dager and decode need two or three.")
+    ] = None,
     device: Device = "auto",
     compile_: Compile = False,
     as_json: Json = False,
@@ -155,7 +158,7 @@ def attack(
 
     place = pick_device(device)
     with progress_bars(err, quiet=as_json), compiling(compile_):
-        found = examine.examine(bundle, name, set_, selection, model, seed, place)
+        found = examine.examine(bundle, name, set_, selection, model, seed, place, blocks)
     for warning in found.warnings:
         err.print(f"[yellow]note:[/yellow] {escape(warning)}")
     if as_json:

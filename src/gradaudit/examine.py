@@ -74,6 +74,7 @@ def examine(
     model: str | None,
     seed: int,
     device: torch.device,
+    blocks: int | None = None,
 ) -> Examination:
     """Check a bundle and attack it.
 
@@ -85,6 +86,7 @@ def examine(
         model: a model name in place of the bundle's.
         seed: of its random stream.
         device: where it runs.
+        blocks: how many of the model's first blocks to load; None for all.
 
     Raises:
         BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
@@ -96,7 +98,7 @@ def examine(
             raise BadInputError(f"--set takes field=value, for example steps=100; got '{setting}'")
         values[key.strip().removeprefix("attack.")] = parse_value(text)
     built = build("attack", attack, values)
-    bundle = load_bundle(folder, device, model)
+    bundle = load_bundle(folder, device, model, blocks)
     seen = bundle.observation(Selection(selection))
     began = time.perf_counter()
     found = built(seen, stream(seed, "attack", 0))

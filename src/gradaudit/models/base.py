@@ -55,6 +55,7 @@ class ModelSpec:
         layers: keep only the first blocks; None keeps all.
         random_weights: True when no weight is trained; said wherever the model is named.
         lora: adapters that are trained in place of the model; None for none.
+        loaded: read only so many first blocks: what lies behind them cannot be computed. None reads all.
     """
 
     name: str
@@ -64,12 +65,14 @@ class ModelSpec:
     layers: int | None = None
     random_weights: bool = False
     lora: Lora | None = None
+    loaded: int | None = None
 
     @property
     def title(self) -> str:
         """The name shown to people."""
         depth = f", first {self.layers} blocks" if self.layers is not None else ""
         adapters = f", {self.lora.title}" if self.lora is not None else ""
+        depth += f", {self.loaded} blocks of it loaded" if self.loaded is not None else ""
         return self.name + depth + adapters + (" (random weights)" if self.random_weights else "")
 
 

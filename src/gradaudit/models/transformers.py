@@ -26,13 +26,19 @@ _ADAPTER = "lora_A.default.weight"
 class _Program(nn.Module):
     """The computations we need, as one module, so that `functional_call` can put parameters into any of them."""
 
-    def __init__(self, module: nn.Module, family: Family, task: str) -> None:
+    def __init__(self, module: nn.Module, family: Family, task: str, loaded: int | None) -> None:
         super().__init__()
+        self.loaded = loaded
         self.module: Any = module
         self.family = family
         self.task = task
 
     def forward(self, ids: Tensor | None, embeddings: Tensor | None, mask: Tensor) -> Tensor:
+        if self.loaded is not None:
+            raise NotSupportedError(
+                f"only the first {self.loaded} blocks of the model were loaded, and this needs its output; leave "
+                "--blocks away"
+            )
         family = self.family
         given = ids if ids is not None else embeddings
         assert given is not None
@@ -77,12 +83,13 @@ class TransformersModel(TextModel):
             on the CPU).
         tokenizer: its tokenizer.
         spec: how it was made.
+        depth: blocks of the model, where the module holds only the first of them (`spec.loaded`).
 
     Raises:
         NotSupportedError: for an architecture without a role table.
     """
 
-    def __init__(self, module: Any, tokenizer: Any, spec: ModelSpec) -> None:
+    def __init__(self, module: Any, tokenizer: Any, spec: ModelSpec, depth: int | None = None) -> None:
         kind = module.config.model_type
         if kind not in FAMILIES:
             raise NotSupportedError(
@@ -92,13 +99,13 @@ class TransformersModel(TextModel):
         self.module = module.eval()
         self.tokenizer = tokenizer
         self.family = FAMILIES[kind](module)
-        self._program = _Program(module, self.family, spec.task)
+        self._program = _Program(module, self.family, spec.task, spec.loaded)
         config = module.config
         self.causal = self.family.causal
         self.absolute_positions = self.family.absolute_positions
         self.dropout_before_norm = self.family.dropout_before_norm
         self.width = int(config.hidden_size)
-        self.depth = len(self.family.blocks)
+        self.depth = depth if depth is not None else len(self.family.blocks)
         self.vocabulary_size = int(config.vocab_size)
         probe = torch.zeros(1, dtype=torch.long)
         self.first_position_row = int(self.family.position_ids(probe)[0])

@@ -128,32 +128,36 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> Transform
 
 def _load(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
     name = spec.name
+    depth: int | None = None
     if name.startswith(RANDOM):
+        if spec.loaded is not None:
+            raise BadInputError("a random model is made as a whole: leave --blocks away")
         module, tokenizer = _random(spec, name.removeprefix(RANDOM))
         spec = replace(spec, random_weights=True)
     elif name in EMBEDDED:
-        module, tokenizer = _pretrained(spec, str(EMBEDDED[name].folder()))
+        module, tokenizer, depth = _pretrained(spec, str(EMBEDDED[name].folder()))
     elif Path(name).is_dir():
-        module, tokenizer = _pretrained(spec, name)
+        module, tokenizer, depth = _pretrained(spec, name)
     elif "/" in name or Path(name).suffix:
         if Path(name).exists() or name.startswith((".", "/", "~")):
             raise BadInputError(f"model '{name}' is not a folder with a transformers model in it")
-        module, tokenizer = _pretrained(spec, name)
+        module, tokenizer, depth = _pretrained(spec, name)
     else:
         raise unknown_name("model", name, [*EMBEDDED, *(RANDOM + shape for shape in SHAPES)])
     if spec.lora is not None:
         add_adapters(module, spec.lora, spec.seed)
     if device is not None:
         module = module.to(device)
-    return TransformersModel(module, tokenizer, spec)
+    return TransformersModel(module, tokenizer, spec, depth)
 
 
 def _settings(spec: ModelSpec, model_type: str) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     if spec.task == "classification":
         extra["num_labels"] = spec.labels
-    if spec.layers is not None:
-        extra["n_layer" if model_type == "gpt2" else "num_hidden_layers"] = spec.layers
+    blocks = spec.loaded if spec.loaded is not None else spec.layers
+    if blocks is not None:
+        extra["n_layer" if model_type == "gpt2" else "num_hidden_layers"] = blocks
     return extra
 
 
@@ -163,14 +167,17 @@ def _auto(task: str) -> Any:
     return AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
 
 
-def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any]:
+def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any, int]:
+    """Return model, tokenizer and how many blocks it has, of which not all need be loaded."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         _check_family(spec, config.model_type)
-        if spec.layers is not None and spec.layers > int(config.num_hidden_layers):
-            raise BadInputError(f"model '{spec.name}' has {config.num_hidden_layers} blocks; layers = {spec.layers}")
+        depth = int(config.num_hidden_layers)
+        asked = max(spec.layers or 0, spec.loaded or 0)
+        if asked > depth:
+            raise BadInputError(f"model '{spec.name}' has {depth} blocks; layers = {asked}")
         for key, value in _settings(spec, config.model_type).items():
             setattr(config, key, value)
         tokenizer = _with_padding(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
@@ -185,7 +192,31 @@ def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any]:
             f"model '{spec.name}' could not be loaded ({said[0] if said else type(error).__name__}); "
             f"use an embedded name ({', '.join(EMBEDDED)}), a local folder or a reachable hub id"
         ) from None
-    return module, tokenizer
+    return module, tokenizer, spec.layers if spec.layers is not None else depth
+
+
+def whole_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters of a model by name, without its weights.
+
+    Args:
+        spec: an embedded name, a folder or a hub id.
+
+    Raises:
+        BadInputError: its configuration cannot be read.
+    """
+    from transformers import AutoConfig
+
+    where = str(EMBEDDED[spec.name].folder()) if spec.name in EMBEDDED else spec.name
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        for key, value in _settings(replace(spec, loaded=None), config.model_type).items():
+            setattr(config, key, value)
+        with _quiet(), torch.device("meta"):
+            module = _auto(spec.task).from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        said = str(error).strip().splitlines()
+        raise BadInputError(f"model '{spec.name}' has no readable configuration ({said[0] if said else ''})") from None
+    return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
 def _random(spec: ModelSpec, shape: str) -> tuple[Any, Any]:
