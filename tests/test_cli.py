@@ -82,6 +82,7 @@ def test_run_prints_a_json_object_a_batch_and_nothing_else(gradaudit, case: Path
         "texts.jsonl",
         "run.json",
         "report.html",
+        ".lock",
     }
 
 

@@ -144,7 +144,7 @@ def attack(
     model: Annotated[str | None, typer.Option(help="Model to use in place of the one the bundle names.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack's random stream.")] = 0,
     blocks: Annotated[
-        int | None, typer.Option(min=1, help="Load only the model's first blocks; dager and decode need two or three.")
+        int | None, typer.Option(min=1, help="Load only so many first blocks of the model (dager: 2).")
     ] = None,
     device: Device = "auto",
     compile_: Compile = False,

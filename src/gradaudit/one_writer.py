@@ -29,6 +29,6 @@ def only_writer(folder: Path) -> Iterator[None]:
             f"another gradaudit is writing into {folder}; wait until it has finished, or choose another --out"
         ) from None
     except OSError as error:
-        raise BadInputError(f"cannot write into {folder} ({error.strerror}); choose another --out") from None
+        raise BadInputError(f"cannot make folder {folder} ({error.strerror}); choose another --out") from None
     with held:
         yield

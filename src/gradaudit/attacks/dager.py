@@ -117,13 +117,7 @@ class Dager(Attack):
     def _crowded(self, seen: Observation, first: Span, second: Span) -> Reconstruction:
         """Return what can be read where block 1's row space holds everything: past the width, or under much noise."""
         model = seen.model
-        readable = (
-            first.lost is None
-            and second.lost is None
-            and not is_full(model, first)
-            and model.depth > 2
-            and ends_of(seen) is not None
-        )
+        readable = first.lost is None and second.lost is None and model.depth > 2 and ends_of(seen) is not None
         if not readable:
             note = "not identifiable: the row space is full (as many tokens as the width, or noise)"
             return Reconstruction(sequences=(), notes=(note,), details=_ranks(first, second))

@@ -25,8 +25,10 @@ from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import Observation
 
-FULL = 0.1
-"""A row space is full when rows that are not the batch's lie nearer than this."""
+FULL = (0.01, 0.1)
+"""Block 0's, and a deeper block's, row space is full when rows that are not the batch's lie nearer than this.
+
+Right rows are at 1e-6 to 1e-5. Prefixes can be grown by leverage in time, words are better told by distance."""
 _PROBES = 64
 """Tokens spread over the vocabulary whose rows show whether a row space is full, and where wrong rows lie."""
 _FLOOR = 1e-6
@@ -35,6 +37,10 @@ _DEEPER = 3
 """The second block that rates prefixes: contrast is best from block 2 on, and each block costs."""
 _CHILDREN = 8
 """Continuations of a prefix that are rated in the deeper block."""
+_TELLS = 2.0
+"""A continuation so many e-folds of leverage below the others leaves no room for those that tell nothing."""
+_WORDS = 1.25
+"""Words taken to be in the batch, times the width, where block 0's row space is full too."""
 _PATIENCE = 6
 """Positions without a new sentence that end a round."""
 
@@ -78,7 +84,7 @@ def is_full(model: TextModel, span: Span) -> bool:
     if span.rank < model.width // 2:
         return False
     residuals = span.residual(model.attention_inputs(span.layer, _probes(model, span.basis.device)[:, None])[:, 0])
-    return float(residuals.median()) < FULL
+    return float(residuals.median()) < FULL[span.layer > 0]
 
 
 def _probes(model: TextModel, device: torch.device) -> Tensor:
@@ -99,7 +105,7 @@ class Crowd:
 
     seen: Observation
     rules: Rules
-    beam: int = 64
+    beam: int = 96
     most: int = 512
     tried: int = 0
     found: list[tuple[int, ...]] = field(default_factory=list)
@@ -123,10 +129,7 @@ class Crowd:
             if second.rank == 0:
                 guesses = []
                 break
-            if is_full(self.model, first):
-                self.notes.append("not identifiable: more different words and positions than the width")
-                break
-            if not is_full(self.model, second):
+            if not is_full(self.model, second) and not is_full(self.model, first):
                 guesses = self._grown(first, second)
                 break
             before = len(self.found)
@@ -152,18 +155,20 @@ class Crowd:
     def _round(self, first: Span, beam: int) -> list[tuple[int, ...]]:
         """Grow the likeliest prefixes, take out those that are sentences, and return the likeliest of the others."""
         model, quiet = self.model, 0
-        accepted = AcceptedTokens(model, first, self.rules.token)
+        full = is_full(model, first)
+        accepted = None if full else AcceptedTokens(model, first, self.rules.token)
+        words = leverage_of(self.rest.stacked(0), 0)
         prefixes = torch.zeros((1, 0), dtype=torch.long, device=first.basis.device)
         score = torch.zeros(1, device=first.basis.device)
         likely: dict[tuple[int, ...], float] = {}
         blocks = self._leverages()
         for position in range(min(self.rules.longest, model.max_length)):
-            candidates = accepted.at(position)
+            candidates = accepted.at(position) if accepted is not None else self._likely_words(words, position)
             if len(candidates) == 0 or len(self.found) >= self.size or quiet >= _PATIENCE:
                 break
             prefixes, score = self._extended(blocks, prefixes, score, candidates, beam)
             step(f"dager: beam {beam}, prefixes of {position + 1} tokens, sentences", len(self.found), self.size)
-            likely |= {tuple(p): float(s) / (position + 1) for p, s in zip(prefixes.tolist(), score, strict=True)}
+            likely |= {tuple(p): float(s) for p, s in zip(prefixes.tolist(), score, strict=True)}
             ends = Ends(model, self.rest, self.size)
             if self._take_out([tuple(prefixes[row].tolist()) for row in ends.among(prefixes)], ends):
                 quiet, blocks = 0, self._leverages()
@@ -172,6 +177,12 @@ class Crowd:
             elif position >= _PATIENCE:
                 quiet += 1
         return _apart(likely, self.size - len(self.found))
+
+    def _likely_words(self, words: Leverage, position: int) -> Tensor:
+        """Return the ids that may be in the batch, where block 0's row space is full too."""
+        place = position if self.model.absolute_positions else 0
+        count = min(int(_WORDS * self.model.width), self.model.vocabulary_size)
+        return words(self.model.first_inputs(place)).topk(count, largest=False).indices
 
     def _leverages(self) -> list[Leverage]:
         return [leverage_of(self.rest.stacked(layer), layer) for layer in sorted({1, self.deeper})]
@@ -190,8 +201,16 @@ class Crowd:
             every = max(1, len(candidates) // _PROBES)
             usual = self._rated(block, prefixes[:few], candidates[::every].expand(len(prefixes[:few]), -1)).median()
             total = total + self._rated(block, prefixes, children) - usual
+        # where one tells, those that do not are wrong; where none tells, each may be the right one
+        telling = total
+        if not self.model.absolute_positions and prefixes.shape[1]:
+            # a run of one token has the rows of that token alone (see `grow`): that it fits tells nothing
+            run = (prefixes == prefixes[:, :1]).all(1, keepdim=True) & (children == prefixes[:, :1])
+            telling = total.masked_fill(run, 0.0)
+        best_child = telling.amin(1, keepdim=True)
+        total = total.masked_fill((best_child < -_TELLS * len(blocks)) & (total > best_child / 2), torch.inf)
         total = score[:, None] + total / len(blocks)
-        kept = total.flatten().topk(min(most, total.numel()), largest=False)
+        kept = total.flatten().topk(min(most, int(total.isfinite().sum())), largest=False)
         parent, child = kept.indices // few, kept.indices % few
         return torch.cat([prefixes[parent], children[parent, child][:, None]], 1), kept.values
 

@@ -37,8 +37,8 @@ class Directions:
     """A row space above the noise.
 
     Args:
-        vectors: [d, d] right singular vectors of the scaled columns.
-        values: [d] singular values, largest first.
+        vectors: [d, n] right singular vectors of the scaled columns, n the smaller of rows and d.
+        values: [n] singular values, largest first.
         rank: how many stand above the noise.
         lost: [rank] `lost_share` of these; None where nothing looks like noise.
         scale: [d] by what each column was multiplied, and a row is before it is held against the directions; or None.
@@ -126,14 +126,15 @@ def above_noise(parts: Sequence[Tensor], digits: bool, sure: bool) -> Directions
     if digits:
         stacked, scale = _balanced(stacked)
     _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
-    rank, ratio = clear_cut(values, len(stacked))
+    longer = max(stacked.shape)  # adapters have fewer rows than columns
+    rank, ratio = clear_cut(values, longer)
     if ratio >= _CLEAR:
-        sigma = _sigma(values, rank, len(stacked))
+        sigma = _sigma(values, rank, longer)
     else:
         if not digits:
             _, values, vh = torch.linalg.svd(whitened(parts, sure), full_matrices=False)
-        rank, sigma = noise_rank(values, len(stacked), sure)
-    lost = lost_share(values[:rank] / sigma, len(stacked), len(values)) if sigma > 0 else None
+        rank, sigma = noise_rank(values, longer, sure)
+    lost = lost_share(values[:rank] / sigma, *stacked.shape) if sigma > 0 else None
     return Directions(vh.T, values, rank, lost, scale)
 
 

@@ -38,7 +38,8 @@ class Span:
         lost: [r] by direction, what noise turned out of it, per energy inside (`noise_floor.lost_share`); None where
             the gradient has no noise but rounding.
         scale: [d] by what a row is multiplied before it is held against the basis; None for nothing.
-        weights: [d, d] under noise: all directions, each over its singular value, scaled to a mean square row of 1.
+        weights: [d, d] under noise: all directions, each over its singular value, scaled to a mean square row of 1;
+            None where the gradients have fewer rows than columns (adapters).
     """
 
     basis: Tensor
@@ -201,7 +202,8 @@ def span(
     else:
         precision = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
         rank, confidence = gap_rank(values, precision)
-        if noise and len(values) == stacked.shape[1]:
+        # of adapters' few rows the smallest value may be the batch's; a change of weights is always rounded
+        if noise and (len(values) == stacked.shape[1] or seen.kind == "delta"):
             sent = [g for role in used for g in seen.role(layer, role)]
             digits = any(few_digits(g) for g in sent)
             sure = digits or any(few_values(g) for g in sent)
@@ -217,7 +219,7 @@ def _above_noise(parts: Sequence[Tensor], layer: int, roles: tuple[str, ...], di
     confidence = float(values[rank - 1] / values[rank]) if 0 < rank < len(values) else 1.0
     basis = found.vectors[:, :rank].contiguous()
     weights = None
-    if found.lost is not None:
+    if found.lost is not None and len(values) == len(basis):
         inverse = 1 / values.clamp_min(1e-12 * values[0])
         weights = found.vectors * inverse * (len(inverse) ** 0.5 / inverse.norm())
     return Span(basis, values, rank, confidence, layer, roles, found.lost, found.scale, weights)
