@@ -25,10 +25,8 @@ from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import Observation
 
-FULL = (0.01, 0.1)
-"""Block 0's, and a deeper block's, row space is full when rows that are not the batch's lie nearer than this.
-
-Right rows are at 1e-6 to 1e-5. Prefixes can be grown by leverage in time, words are better told by distance."""
+FULL = 0.02
+"""A row space is full when rows that are not the batch's lie nearer than this: right ones are at 1e-6 to 1e-5."""
 _PROBES = 64
 """Tokens spread over the vocabulary whose rows show whether a row space is full, and where wrong rows lie."""
 _FLOOR = 1e-6
@@ -83,8 +81,11 @@ def is_full(model: TextModel, span: Span) -> bool:
         return True
     if span.rank < model.width // 2:
         return False
-    residuals = span.residual(model.attention_inputs(span.layer, _probes(model, span.basis.device)[:, None])[:, 0])
-    return float(residuals.median()) < FULL[span.layer > 0]
+    probes = _probes(model, span.basis.device)
+    # as second tokens: the first of a text has nearly one input in models that attend to it as a sink
+    pairs = torch.stack([probes.roll(1), probes], 1)
+    residuals = span.residual(model.attention_inputs(span.layer, pairs)[:, 1])
+    return float(residuals.median()) < FULL
 
 
 def _probes(model: TextModel, device: torch.device) -> Tensor:

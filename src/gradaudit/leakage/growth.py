@@ -163,8 +163,8 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
     grown |= {tuple(row): path for row, path in zip(prefixes.tolist(), along.tolist(), strict=True)}
     if second.lost is not None:
         grown = _trimmed(grown)
-    sentences = [s for s in grown if s and not phantom(model, s)]
-    sentences += [s[:1] for s in grown if phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
+    sentences = [s for s in grown if s and not _phantom(model, s)]
+    sentences += [s[:1] for s in grown if _phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
     if second.lost is not None:
         sentences = sorted(sentences, key=lambda s: max(grown.get(s, [0.0])))[:size]
     elif size is None or len(sentences) < size:
@@ -207,8 +207,7 @@ def _trimmed(grown: dict[tuple[int, ...], list[float]]) -> dict[tuple[int, ...],
     return {s: p for s, p in ends.items() if not any(len(t) > len(s) and t[: len(s)] == s for t in ends)}
 
 
-def phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:
-    """Say whether a sentence repeats one token and cannot be told from a shorter run of it (see `grow`)."""
+def _phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:
     return not model.absolute_positions and len(sentence) > 1 and len(set(sentence)) == 1
 
 

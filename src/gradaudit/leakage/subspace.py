@@ -38,8 +38,6 @@ class Span:
         lost: [r] by direction, what noise turned out of it, per energy inside (`noise_floor.lost_share`); None where
             the gradient has no noise but rounding.
         scale: [d] by what a row is multiplied before it is held against the basis; None for nothing.
-        weights: [d, d] under noise: all directions, each over its singular value, scaled to a mean square row of 1;
-            None where the gradients have fewer rows than columns (adapters).
     """
 
     basis: Tensor
@@ -50,19 +48,6 @@ class Span:
     roles: tuple[str, ...]
     lost: Tensor | None = None
     scale: Tensor | None = None
-    weights: Tensor | None = None
-
-    def leverage(self, rows: Tensor) -> Tensor:
-        """Return the root of each unit-normed row's leverage: about 1 for any row, low for one the gradient holds.
-
-        Under noise this tells rows apart where the distance from the span, which cuts at one direction, does not.
-
-        Args:
-            rows: [..., d].
-        """
-        assert self.weights is not None
-        leverage: Tensor = torch.linalg.vector_norm(self._unit(rows) @ self.weights.to(rows.dtype), dim=-1)
-        return leverage
 
     def expected(self, rows: Tensor) -> Tensor:
         """Return the distance at which noise would put each row if it were a true one, to be held beside `residual`.
@@ -218,11 +203,7 @@ def _above_noise(parts: Sequence[Tensor], layer: int, roles: tuple[str, ...], di
     values, rank = found.values, found.rank
     confidence = float(values[rank - 1] / values[rank]) if 0 < rank < len(values) else 1.0
     basis = found.vectors[:, :rank].contiguous()
-    weights = None
-    if found.lost is not None and len(values) == len(basis):
-        inverse = 1 / values.clamp_min(1e-12 * values[0])
-        weights = found.vectors * inverse * (len(inverse) ** 0.5 / inverse.norm())
-    return Span(basis, values, rank, confidence, layer, roles, found.lost, found.scale, weights)
+    return Span(basis, values, rank, confidence, layer, roles, found.lost, found.scale)
 
 
 def cut_by_gap(residuals: Tensor, low: float, high: float) -> float:
