@@ -88,9 +88,9 @@ def exact() -> list[Cell]:
 def past() -> list[Cell]:
     """Around and past the width."""
     gpt2 = [("cola", 64, "100 (B = 64)"), ("cola", 96, ""), ("cola", 128, "30.3 (B = 128, 1.3 d)")]
-    gpt2 += [("rt", 32, "98.0 (B = 32)"), ("rt", 48, "2.8 (B = 64)"), ("sst2", 128, "13.7 (B = 128, about 2 d)")]
-    cells = [Cell("", "random:gpt2", data, size, 2, layers=4, published=value) for data, size, value in gpt2]
-    return cells + [Cell("", "smollm2", "cola", size, 2, layers=8) for size in (64, 96)]
+    gpt2 += [("rt", 32, "98.0 (B = 32)"), ("sst2", 128, "13.7 (B = 128, about 2 d)"), ("rt", 48, "2.8 (B = 64)")]
+    cells = [Cell("", "smollm2", "cola", size, 2, layers=8) for size in (64, 96)]
+    return cells + [Cell("", "random:gpt2", data, size, 2, layers=4, published=value) for data, size, value in gpt2]
 
 
 def encoders() -> list[Cell]:
