@@ -19,11 +19,11 @@ from gradaudit.leakage.noise_floor import (
     noise_rank,
     whitened,
 )
-from gradaudit.leakage.subspace import below_wrong, span
+from gradaudit.leakage.subspace import Span, VocabularyCheck, below_wrong, span
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining
-from tiny_models import DECODERS, batch_of, seen_of, sentences
+from tiny_models import DECODERS, FAMILIES, batch_of, seen_of, sentences
 
 ROWS, COLUMNS, RANK = 480, 160, 24
 
@@ -113,6 +113,22 @@ def test_rows_and_columns_of_a_few_digits_are_balanced_and_rows_follow():
     plain = above_noise([sent], digits=False, sure=True)
     gaps = [float(f.values[RANK - 1] / f.values[RANK]) for f in (found, plain)]
     assert gaps[0] > 2 * gaps[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_vocabulary_check_scales_columns_as_the_span_does(load, family):
+    """The oracle measures each token by itself, in the scaled space that balancing made."""
+    model = load(family)
+    rng = torch.Generator().manual_seed(3)
+    basis = torch.linalg.qr(torch.randn(model.width, 6, generator=rng, dtype=torch.float64)).Q
+    scale = torch.rand(model.width, generator=rng, dtype=torch.float64) * 5 + 0.2
+    scaled = Span(basis, torch.ones(6), 6, 1.0, 0, ("q",), scale=scale)
+    check = VocabularyCheck(model.first_input_parts(), scaled)
+    for position in (0, 3):
+        expected = scaled.residual(model.first_inputs(position))
+        torch.testing.assert_close(check.rough(position), expected, rtol=1e-3, atol=2e-3)
+    plain = replace(scaled, scale=None).residual(model.first_inputs(3))
+    assert float((plain - scaled.residual(model.first_inputs(3))).abs().max()) > 0.05
 
 
 def test_the_threshold_is_below_the_wrong_rows():
