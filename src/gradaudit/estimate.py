@@ -48,7 +48,8 @@ def estimate(ready: Prepared) -> Estimate:
     # beside the attack: the client's own update, two for the diagnosis, one for the judge's baseline
     seconds = once * (attack + 4) * len(ready.batches)
     size = sum(p.numel() * p.element_size() for p in ready.model.parameters().values())
-    views = ready.selection.views(ready.model).values()
+    fixed = {*ready.client.frozen(), *ready.model.untrained()}
+    views = [v for v in ready.selection.views(ready.model).values() if v.parameter not in fixed]
     seen = sum(v(ready.model.parameters()[v.parameter]).numel() for v in views)
     every = sum(p.numel() for p in ready.model.parameters().values())
     return Estimate(

@@ -80,7 +80,9 @@ class Dager(Attack):
         if seen.model.causal and self.rank != "paper" and is_full(seen.model, second):
             return self._crowded(seen, first, second)
         if any(s.rank == len(s.values) < seen.model.width for s in (first, second)):
-            notes.append("not identifiable: as many tokens as the adapters of q, k and v have directions together")
+            notes.append(
+                "not identifiable: as many tokens as the gradients of q, k and v (or of their adapters) have rows"
+            )
         elif first.rank >= seen.model.width or second.rank >= seen.model.width:
             notes.append("not identifiable: the row space is full (as many tokens as the width, or noise)")
         elif first.rank == 0 or second.rank == 0:
