@@ -33,6 +33,10 @@ _FLOOR = 1e-6
 """Directions weaker than this share of the strongest are rounding."""
 _DEEPER = 3
 """The second block that rates prefixes: contrast is best from block 2 on, and each block costs."""
+_OTHERS = 8
+"""So many prefixes tell how low a word lies after any."""
+_MOST = 0.7
+"""Share of prefixes after which a word is taken to lie lower than as a wrong one: the others may be its own."""
 _CHILDREN = 8
 """Continuations of a prefix that are rated in the deeper block."""
 _TELLS = 2.0
@@ -194,14 +198,17 @@ class Crowd:
         """Return the likeliest prefixes one token longer, and their scores."""
         first, *deeper = blocks
         values = self._rated(first, prefixes, candidates.expand(len(prefixes), -1))
-        values = values - values.median()
+        # some words lie low after any prefix: what tells is a word that lies low after this one
+        usual = _usual(values)
+        values = values - usual
         few = min(_CHILDREN, len(candidates))
         best = values.topk(few, largest=False)
         total, children = best.values, candidates[best.indices]
         for block in deeper:
-            every = max(1, len(candidates) // _PROBES)
-            usual = self._rated(block, prefixes[:few], candidates[::every].expand(len(prefixes[:few]), -1)).median()
-            total = total + self._rated(block, prefixes, children) - usual
+            words, place = torch.unique(children, return_inverse=True)
+            some = prefixes[:: max(1, len(prefixes) // _OTHERS)]
+            usual = _usual(self._rated(block, some, words.expand(len(some), -1)))
+            total = total + self._rated(block, prefixes, children) - usual[place]
         # where one tells, those that do not are wrong; where none tells, each may be the right one
         telling = total
         if not self.model.absolute_positions and prefixes.shape[1]:
@@ -228,6 +235,13 @@ class Crowd:
                 self.rest = self.rest.without(own, 1 / self.size)
                 self.found.append(sentence)
         return len(self.found) > before
+
+
+def _usual(values: Tensor) -> Tensor:
+    """Return the leverage, as a logarithm, that each word [C] has after most of the prefixes of values [P, C]."""
+    if len(values) < _OTHERS:
+        return values.median().expand(values.shape[1])
+    return values.quantile(_MOST, 0)
 
 
 def _apart(likely: dict[tuple[int, ...], float], count: int) -> list[tuple[int, ...]]:
