@@ -24,7 +24,6 @@ from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
 from gradaudit.metrics import text as metrics
 from gradaudit.models.base import ModelSpec
-from gradaudit.models.lora import warm_up
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
 from gradaudit.one_writer import only_writer
@@ -34,6 +33,7 @@ from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Observation, Update
 from gradaudit.unfinished import kept_in
+from gradaudit.warm_up import warm_up
 
 RECORDS, TEXTS, INFO = "records.jsonl", "texts.jsonl", "run.json"
 

@@ -273,7 +273,7 @@ def preflight(model: TextModel, tensors: Mapping[str, Tensor]) -> list[Finding]:
         elif not bool(torch.isfinite(tensor).all()):
             findings.append(Finding("error", f"'{name}' holds NaN or infinite values"))
     if tensors and not any(f.level == "error" for f in findings):
-        norm = sum(float(t.double().square().sum()) for t in tensors.values()) ** 0.5
+        norm = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors.values()) ** 0.5
         if norm == 0:
             findings.append(Finding("error", "the update is all zero; there is nothing in it to attack"))
         elif not 1e-9 < norm < 1e6:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from gradaudit.errors import BadInputError
 from gradaudit.models.families import FAMILIES
 from gradaudit.streams import global_stream, stream
-from gradaudit.types import Batch
-
-if TYPE_CHECKING:
-    from gradaudit.models.transformers import TransformersModel
 
 _ROLES = {"attention": "qkvo", "all-linear": "qkvofp"}
-_RATE = 1e-3
-"""Learning rate of the warm-up steps: peft's examples train adapters at 1e-4 to 1e-3."""
 
 
 @dataclass(frozen=True)
@@ -76,25 +69,3 @@ def add_adapters(module: Any, lora: Lora, seed: int) -> None:
     for name, p in module.named_parameters():
         if name.startswith(family.head):
             p.requires_grad_(True)
-
-
-def warm_up(model: TransformersModel, batches: Iterable[Batch]) -> None:
-    """Train the adapters a step on each batch, in place, dropout off.
-
-    Args:
-        model: a model with adapters.
-        batches: of public text.
-    """
-    fixed = set(model.untrained())
-    trained = [p for name, p in model.parameters().items() if name not in fixed]
-    optimizer = torch.optim.AdamW(trained, lr=_RATE)
-    for batch in batches:
-        ids, mask = batch.ids.to(model.device), batch.mask.to(model.device)
-        labels = ids if batch.labels is None else batch.labels.to(model.device)
-        loss = model.loss(ids=ids, mask=mask, labels=labels)
-        found = torch.autograd.grad(loss, trained, allow_unused=True)
-        for p, g in zip(trained, found, strict=True):
-            p.grad = g
-        optimizer.step()
-        optimizer.zero_grad()
-    model.weights_changed()
