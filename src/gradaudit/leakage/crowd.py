@@ -43,8 +43,8 @@ _TELLS = 2.0
 """A continuation so many e-folds of leverage below the others leaves no room for those that tell nothing."""
 _WORDS = 1.25
 """Words taken to be in the batch, times the width, where block 0's row space is full too."""
-_PATIENCE = 6
-"""Positions without a new sentence that end a round."""
+_PATIENCE = (6, 32)
+"""Positions without a new sentence that end a round: short sentences first, which make the long ones easier."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Crowd:
     Args:
         seen: one gradient of a classifier, a decoder of three blocks or more, with known batch size.
         rules: tolerances and bounds of what is grown once it is below the width.
-        beam: prefixes kept; twice as many after a round that found nothing.
+        beam: prefixes kept; twice as many after a long round that found nothing.
         most: prefixes kept at most.
     """
 
@@ -128,7 +128,7 @@ class Crowd:
         """Return the sentences that are proven, then what is grown exactly from the rest, then the likeliest of it."""
         self.rest = self._begin()
         guesses: list[tuple[int, ...]] = []
-        beam = self.beam
+        beam, patience = self.beam, _PATIENCE[0]
         while beam <= self.most and len(self.found) < self.size:
             first, second = self.rest.span(0), self.rest.span(1)
             if second.rank == 0:
@@ -138,8 +138,10 @@ class Crowd:
                 guesses = self._grown(first, second)
                 break
             before = len(self.found)
-            guesses = self._round(first, beam)
-            beam = beam if len(self.found) > before else 2 * beam
+            guesses = self._round(first, beam, patience)
+            if len(self.found) == before:
+                beam = beam if patience < _PATIENCE[1] else 2 * beam
+                patience = _PATIENCE[1]
         return self.found + guesses[: self.size - len(self.found)]
 
     def _begin(self) -> Remainder:
@@ -157,7 +159,7 @@ class Crowd:
         self._take_out(grown.sentences, Ends(self.model, self.rest, self.size))  # which also counts copies
         return [s for s in grown.sentences if s not in self.found]
 
-    def _round(self, first: Span, beam: int) -> list[tuple[int, ...]]:
+    def _round(self, first: Span, beam: int, patience: int) -> list[tuple[int, ...]]:
         """Grow the likeliest prefixes, take out those that are sentences, and return the likeliest of the others."""
         model, quiet = self.model, 0
         full = is_full(model, first)
@@ -169,7 +171,7 @@ class Crowd:
         blocks = self._leverages()
         for position in range(min(self.rules.longest, model.max_length)):
             candidates = accepted.at(position) if accepted is not None else self._likely_words(words, position)
-            if len(candidates) == 0 or len(self.found) >= self.size or quiet >= _PATIENCE:
+            if len(candidates) == 0 or len(self.found) >= self.size or quiet >= patience:
                 break
             prefixes, score = self._extended(blocks, prefixes, score, candidates, beam)
             step(f"dager: beam {beam}, prefixes of {position + 1} tokens, sentences", len(self.found), self.size)
@@ -179,7 +181,7 @@ class Crowd:
                 quiet, blocks = 0, self._leverages()
                 if not is_full(model, self.rest.span(1)):
                     break  # the rest is below the width
-            elif position >= _PATIENCE:
+            elif position >= _PATIENCE[0]:
                 quiet += 1
         return _apart(likely, self.size - len(self.found))
 
