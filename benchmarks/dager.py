@@ -43,6 +43,7 @@ class Cell:
         published: ROUGE-1 in the paper, if any.
         attack: the [attack] table.
         lora: the [lora] table.
+        seed: of the draw.
     """
 
     title: str
@@ -56,6 +57,7 @@ class Cell:
     published: str = ""
     attack: dict[str, Any] = field(default_factory=lambda: {"name": "dager"})
     lora: dict[str, Any] | None = None
+    seed: int = 202
 
     def case(self) -> dict[str, Any]:
         """The case file's content."""
@@ -63,7 +65,7 @@ class Cell:
             "name": self.title,
             "model": self.model,
             "layers": self.layers,
-            "data": DATA[self.data] | {"shuffle_seed": 202, "batch_size": self.size, "batches": self.batches},
+            "data": DATA[self.data] | {"shuffle_seed": self.seed, "batch_size": self.size, "batches": self.batches},
             "client": self.client,
             "defense": list(self.defense),
             "attack": self.attack,
@@ -86,11 +88,16 @@ def exact() -> list[Cell]:
 
 
 def past() -> list[Cell]:
-    """Around and past the width."""
+    """Around and past the width, on a draw of its own: what reads it was developed on the first batches of 202."""
     gpt2 = [("cola", 64, "100 (B = 64)"), ("cola", 96, ""), ("cola", 128, "30.3 (B = 128, 1.3 d)")]
     gpt2 += [("rt", 32, "98.0 (B = 32)"), ("sst2", 128, "13.7 (B = 128, about 2 d)"), ("rt", 48, "2.8 (B = 64)")]
-    cells = [Cell("", "smollm2", "cola", size, 2, layers=8) for size in (64, 96)]
-    return cells + [Cell("", "random:gpt2", data, size, 2, layers=4, published=value) for data, size, value in gpt2]
+    cells = [
+        Cell("", "random:gpt2", data, size, 2, layers=4, published=value, seed=404) for data, size, value in gpt2[:3]
+    ]
+    cells += [Cell("", "smollm2", "cola", size, 2, layers=8, seed=404) for size in (64, 96)]
+    return cells + [
+        Cell("", "random:gpt2", data, size, 2, layers=4, published=value, seed=404) for data, size, value in gpt2[3:]
+    ]
 
 
 def encoders() -> list[Cell]:
@@ -204,7 +211,8 @@ def main() -> None:
             head = (
                 f"Made by `{command()}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s). Our "
                 "scoring; the attacker has the weights, and knows batch size and training, not labels or lengths; "
-                "failures count 0. Draw 202: thresholds were developed on 101. "
+                f"failures count 0. Draw {cell.seed}: thresholds were developed on 101"
+                f"{', what reads past the width on 202' if group == 'past' else ''}. "
                 "Published: DAGER's own, trained GPT-2 (LoRA: Llama-3.1-8B, encoders: BERT-base), another draw."
             )
             write_table(given.write / f"{group}.md", head, "\n".join([HEADER, *lines]))
