@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gradaudit.attacks.base import Attack, needs_of
+from gradaudit.attacks.base import Attack, _checksum, needs_of
 from gradaudit.client import Client
 from gradaudit.errors import AuditError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.priors import frequent_tokens, frequent_words
@@ -334,3 +334,16 @@ def test_blind_guesses_frequent_words_and_looks_at_no_tensor(load, family, task)
     assert set(model.decode(tokens[:5]).split()) <= set(frequent_words())
     unknown = seen_of(Client(model), one, given=Given(batch_size=False))
     assert len(blind(unknown, stream(0, "x")).sequences) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_every_entry_counts_in_the_checksum(dtype):
+    """Whatever the number of bytes: the last few, fewer than eight, are summed by themselves."""
+    whole = torch.arange(1, 16, dtype=dtype)
+    for value in (whole, whole[1:], whole[3:8], whole[:9].view(3, 3).T, whole[4]):
+        before = _checksum(value)
+        assert before == _checksum(value.clone())
+        for n in range(value.numel()):
+            other = value.clone(memory_format=torch.contiguous_format)
+            other.view(-1)[n] += 1
+            assert _checksum(other) != before, n
