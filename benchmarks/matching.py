@@ -4,9 +4,9 @@
 
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
 unknown (labels and lengths), partial (parts of the gradient, dropout off), variants (ours, in order's setting). All
-cells of a group spend about as many gradient evaluations (a step with double backward counts three); paper budgets are
-in cases/. Batch by batch, so that a group that is stopped has as many of each attack. Records go to out/benchmarks.
-Failures count 0.
+cells of a group spend about as many gradient evaluations (a step with double backward counts three), curves, unknown
+and partial a third; paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each
+attack. Records go to out/benchmarks. Failures count 0.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ DLG: dict[str, Any] = {"name": "dlg"}
 NO_MASKS = {"learn_masks": False}
 # a third of it for curves, whose points are compared with one another only
 CURVE = GRAB | {"steps": 250, "decay": 0.89**8}
+LAMP_CURVE = LAMP | {"steps": 560, "decay": 0.89 ** (20 / 5.6), "edits": 30}
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,15 @@ def noise() -> list[Cell]:
 
 
 def unknown() -> list[Cell]:
-    """Labels and lengths known and not, B = 2 (Grab's Table 5); the longest length is known, as there."""
-    values = {(True, True): "69.0", (False, True): "67.4", (True, False): "72.3", (False, False): "68.9"}
+    """Labels and lengths known and not, B = 2 and 4 (Grab's Table 5); the longest length is known, as there."""
+    values = {
+        (2, True, True): "69.0", (2, False, True): "67.4", (2, True, False): "72.3", (2, False, False): "68.9",
+        (4, True, True): "62.8", (4, False, True): "55.5", (4, True, False): "66.9", (4, False, False): "63.9",
+    }  # fmt: skip
     return [
-        Cell(f"labels {'known' if y else 'unknown'}, lengths {'known' if n else 'unknown'}", GRAB, 2, 8,
-             published=value, knowledge={"labels": y, "lengths": n, "longest": not n})
-        for (y, n), value in values.items()
+        Cell(f"B = {size}, labels {'known' if y else 'unknown'}, lengths {'known' if n else 'unknown'}", CURVE, size,
+             6, published=value, knowledge={"labels": y, "lengths": n, "longest": not n})
+        for (size, y, n), value in values.items()
     ]  # fmt: skip
 
 
@@ -165,8 +169,12 @@ PARTS = {
 
 
 def partial() -> list[Cell]:
-    """Parts of the gradient, LAMP by cosine, dropout off (partial gradients, EMNLP 2024)."""
-    return [Cell(f"lamp cos, {n}", LAMP, 1, 8, OFF, value, tensors=part) for n, (part, value) in PARTS.items()]
+    """Parts of the gradient, LAMP by cosine, dropout off (partial gradients, EMNLP 2024): B = 1, and three at B = 2."""
+    cells = [Cell(f"lamp cos, {n}", LAMP_CURVE, 1, 8, OFF, value, tensors=part) for n, (part, value) in PARTS.items()]
+    pairs = {"all": "58.9", "layer 1": "48.6", "q1": "40.7"}
+    return cells + [
+        Cell(f"lamp cos, B = 2, {n}", LAMP_CURVE, 2, 8, OFF, value, tensors=PARTS[n][0]) for n, value in pairs.items()
+    ]
 
 
 GROUPS = {

@@ -70,15 +70,15 @@ class Remainder:
         return Remainder({k: g - share * gradient[k] for k, g in self.left.items()}, self.whole, self.eps)
 
     def stacked(self, layer: int) -> Tensor:
-        """Return a block's matrices, each scaled by what it was when sent, [out, d]."""
-        return torch.cat([g / self.whole[key] for key, g in self.left.items() if key[0] == layer])
+        """Return a block's q, k and v, each scaled by what it was when sent, [out, d]."""
+        return torch.cat([g / self.whole[key] for key, g in self.left.items() if key[0] == layer and key[1] in "qkv"])
 
     def span(self, layer: int) -> Span:
         """Return a block's row space; its rank is cut at the rounding of the whole gradient, not of the rest."""
         _, values, vh = torch.linalg.svd(self.stacked(layer), full_matrices=False)
         level = max(float(values[0]), 1e-300)
         rank, confidence = (0, 1.0) if level < 64 * self.eps else gap_rank(values, min(self.eps / level, 1e-3))
-        roles = tuple(role for at, role in self.left if at == layer)
+        roles = tuple(role for at, role in self.left if at == layer and role in "qkv")
         return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, roles)
 
 

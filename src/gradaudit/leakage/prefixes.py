@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,39 +27,50 @@ def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidat
         prefixes: [P, t] token ids, t may be 0.
         candidates: [C] token ids.
     """
-    return leaf_values(model, span.layer, prefixes, candidates.expand(len(prefixes), -1), span.residual)
+    each = candidates.expand(len(prefixes), -1)
+    return leaf_values(model, prefixes, each, [((span.layer, "q"), span.residual)])[0]
 
 
 @torch.no_grad()
 def leaf_values(
-    model: TextModel, layer: int, prefixes: Tensor, candidates: Tensor, measure: Callable[[Tensor], Tensor]
+    model: TextModel,
+    prefixes: Tensor,
+    candidates: Tensor,
+    measures: Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]],
 ) -> Tensor:
-    """Return a measure of what enters a block for every candidate after its prefix, [P, C]; see `extension_residuals`.
+    """Return measures of what enters some matrices for every candidate after its prefix; see `extension_residuals`.
 
     Args:
         model: a decoder.
-        layer: block whose inputs are measured.
         prefixes: [P, t] token ids, t may be 0.
         candidates: [P, C] token ids, each prefix's own.
-        measure: takes rows [..., d], returns [...].
+        measures: (block, role) of a matrix, and what takes its input rows [..., in] and returns [...].
+
+    Returns:
+        [measures, P, C].
     """
     leaves = max(1, min(candidates.shape[1], 256))
     per_run = max(1, _ROWS // (prefixes.shape[1] + leaves))
     columns = []
     for part in torch.split(candidates, leaves, 1):
         pairs = zip(torch.split(prefixes, per_run), torch.split(part, per_run), strict=True)
-        columns.append(torch.cat([measure(_leaves(model, layer, *pair)) for pair in pairs]))
-    return torch.cat(columns, 1)
+        columns.append(torch.cat([_measured(model, *pair, measures) for pair in pairs], 1))
+    return torch.cat(columns, 2)
 
 
-def _leaves(model: TextModel, layer: int, prefixes: Tensor, candidates: Tensor) -> Tensor:
+def _measured(
+    model: TextModel,
+    prefixes: Tensor,
+    candidates: Tensor,
+    measures: Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]],
+) -> Tensor:
     count, done = prefixes.shape
     ids = torch.cat([prefixes, candidates], 1)
     slot = torch.arange(ids.shape[1], device=ids.device)
     positions = slot.clamp_max(done).expand_as(ids)
     allowed = (slot[:, None] >= slot[None]) & (slot[None] < done) | (slot[:, None] == slot[None])
-    inputs = model.attention_inputs(layer, ids, positions, allowed.expand(count, -1, -1))
-    return inputs[:, done:]
+    inputs = model.matrix_inputs([key for key, _ in measures], ids, positions, allowed.expand(count, -1, -1))
+    return torch.stack([measure(x[:, done:]) for (_, measure), x in zip(measures, inputs, strict=True)])
 
 
 @torch.no_grad()

@@ -239,6 +239,21 @@ class TextModel(ABC):
         """
 
     @abstractmethod
+    def matrix_inputs(
+        self,
+        wanted: Sequence[tuple[int, str]],
+        ids: Tensor,
+        positions: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return what enters some matrices, each [B, T, in], from one pass through the blocks that they need.
+
+        Args:
+            wanted: (block, role) pairs.
+            ids, positions, allowed: as `attention_inputs` takes them.
+        """
+
+    @abstractmethod
     def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
         """Return a block's q, k or v of some input rows by head, [n, heads, width of a head], in the rows' dtype."""
 

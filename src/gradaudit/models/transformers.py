@@ -222,20 +222,58 @@ class TransformersModel(TextModel):
     def first_input_parts(self) -> FirstInputs:
         return self.family.first_input_parts(self.max_length)
 
-    @torch.no_grad()
     def attention_inputs(
         self, layer: int, ids: Tensor, positions: Tensor | None = None, allowed: Tensor | None = None
     ) -> Tensor:
+        return self.matrix_inputs([(layer, "q")], ids, positions, allowed)[0]
+
+    @torch.no_grad()
+    def matrix_inputs(
+        self,
+        wanted: Sequence[tuple[int, str]],
+        ids: Tensor,
+        positions: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> list[Tensor]:
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if allowed is None:
             allowed = self._program._allowed(torch.ones_like(ids))
         mask = additive(allowed, self._program._dtype())
-        with self._evaluating():
+        # q, k and v read what the block's norm makes of the residual stream; what others read only the block can say
+        attention = {layer for layer, role in wanted if role in "qkv"}
+        inside = [(layer, role) for layer, role in wanted if role not in "qkv"]
+        found: dict[tuple[int, str], Tensor] = {}
+        with self._evaluating(), self._reading(inside, found):
             hidden = self.family.embed(ids, positions)
-            for block in range(layer):
-                hidden = self.family.run_block(block, hidden, mask, positions)
-            return self.family.norm(layer, hidden)
+            run = max([-1, *(layer for layer, _ in inside), *(layer - 1 for layer in attention)])
+            for block in range(run + 2):
+                if block in attention:
+                    found[block, "q"] = self.family.norm(block, hidden)
+                if block <= run:
+                    hidden = self.family.run_block(block, hidden, mask, positions)
+        return [found[layer, "q" if role in "qkv" else role] for layer, role in wanted]
+
+    @contextmanager
+    def _reading(self, wanted: Sequence[tuple[int, str]], found: dict[tuple[int, str], Tensor]) -> Iterator[None]:
+        """Note what enters the matrices of some roles while the block runs."""
+
+        def reader(key: tuple[int, str]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def read(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+                found[key] = inputs[0]
+
+            return read
+
+        places = [self.family.views(layer, role)[0].parameter.removesuffix(".weight") for layer, role in wanted]
+        hooks = [
+            self.module.get_submodule(place).register_forward_pre_hook(reader(key))
+            for place, key in zip(places, wanted, strict=True)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @torch.no_grad()
     def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
