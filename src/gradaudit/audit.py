@@ -107,6 +107,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         seed=case.seed,
         layers=case.layers,
         lora=case.lora.given() if case.lora is not None else None,
+        loss=case.loss,
     )
     model = loaded if loaded is not None else load_model(spec, device)
     if loaded is None and spec.lora is not None and spec.lora.warmup:

@@ -26,7 +26,7 @@ from gradaudit.models.base import ModelSpec, TextModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model, whole_shapes
 from gradaudit.selection import Selection
-from gradaudit.types import Knowledge, LocalTraining, Observation, Task, Update, UpdateKind
+from gradaudit.types import Knowledge, LocalTraining, Loss, Observation, Task, Update, UpdateKind
 
 MANIFEST, TENSORS, MODEL = "manifest.json", "update.safetensors", "model"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -49,6 +49,7 @@ class ModelEntry(_Plain):
     name: str
     task: Task
     labels: int = Field(ge=1, le=100_000)
+    loss: Loss = "cross-entropy"
     seed: int = 0
     layers: int | None = None
     inside: bool = False
@@ -139,6 +140,7 @@ def save_bundle(
                 name=spec.name,
                 task=spec.task,
                 labels=spec.labels,
+                loss=spec.loss,
                 seed=spec.seed,
                 layers=spec.layers,
                 inside=inside,
@@ -342,7 +344,7 @@ def _load_model(
     folder: Path, manifest: Manifest, device: torch.device | None, other: str | None, blocks: int | None
 ) -> TransformersModel:
     entry = manifest.model
-    spec = ModelSpec(entry.name, entry.task, entry.labels, seed=entry.seed, layers=entry.layers, loaded=blocks)
+    spec = ModelSpec(entry.name, entry.task, entry.labels, entry.seed, entry.layers, loss=entry.loss, loaded=blocks)
     if other is not None:
         return load_model(replace(spec, name=other), device)
     if not entry.inside:

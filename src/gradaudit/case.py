@@ -19,7 +19,7 @@ from gradaudit.metrics.text import PUBLISHED
 from gradaudit.models.lora import Lora
 from gradaudit.registry import build, describe, identity
 from gradaudit.selection import Selection
-from gradaudit.types import Given, LocalTraining, Task
+from gradaudit.types import Given, LocalTraining, Loss, Task
 
 
 class _Table(BaseModel):
@@ -125,6 +125,7 @@ class Case(_Table):
     model: str = Field(default="minilm", description="embedded name, hub id, folder, or random:SHAPE")
     layers: int | None = Field(default=None, ge=1, description="keep only the first blocks of the model")
     task: Task = Field(default="classification", description='"classification" or "causal-lm"')
+    loss: Loss = Field(default="cross-entropy", description='"cross-entropy", or "squared": logits from one-hot labels')
     seed: int = Field(default=0, ge=0, description="every random stream derives from it")
     data: DataSpec = Field(default_factory=DataSpec)
     client: ClientTable = ClientTable()
@@ -169,6 +170,8 @@ class Case(_Table):
             del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
         if data["lora"] is None:
             del data["lora"]  # the same
+        if data["loss"] == "cross-entropy":
+            del data["loss"]  # the same
         if not data["knowledge"]["longest"]:
             del data["knowledge"]["longest"]  # the same
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
@@ -180,6 +183,8 @@ class Case(_Table):
             return self.name
         rate = f" {self.client.dropout_rate:g}" if self.client.dropout_rate else ""
         parts = [f"dropout on{rate}" if self.client.dropout else "dropout off"]
+        if self.loss != "cross-entropy":
+            parts.append(f"{self.loss} loss")
         if self.client.freeze:
             parts.append("frozen: " + ", ".join(self.client.freeze))
         if self.lora is not None:

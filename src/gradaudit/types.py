@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 UpdateKind = Literal["gradient", "delta"]
 Task = Literal["classification", "causal-lm"]
+Loss = Literal["cross-entropy", "squared"]
 
 
 @dataclass(frozen=True)

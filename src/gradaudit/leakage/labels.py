@@ -36,7 +36,8 @@ def single_label(bias_gradient: Tensor | None, weight_gradient: Tensor | None) -
 def analytic_label(seen: Observation) -> int | None:
     """Return the label of an observed single-sentence update, None where it cannot be read exactly."""
     model = seen.model
-    if model.spec.task != "classification" or seen.knowledge.batch_size != 1:
+    # of other losses than cross-entropy the gradient of several logits may be negative
+    if model.spec.loss != "cross-entropy" or model.spec.task != "classification" or seen.knowledge.batch_size != 1:
         return None
     how = seen.knowledge.training
     if seen.kind == "delta" and (how is None or how.optimizer != "sgd"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gradaudit.models.taps import Dropout, Traced
-from gradaudit.types import Task
+from gradaudit.types import Loss, Task
 
 if TYPE_CHECKING:
     from gradaudit.models.lora import Lora
@@ -55,6 +55,7 @@ class ModelSpec:
         layers: keep only the first blocks; None keeps all.
         random_weights: True when no weight is trained; said wherever the model is named.
         lora: adapters that are trained in place of the model; None for none.
+        loss: what the client minimizes: "cross-entropy", or the "squared" distance of the logits from one-hot labels.
         loaded: read only so many first blocks: what lies behind them cannot be computed. None reads all.
     """
 
@@ -65,6 +66,7 @@ class ModelSpec:
     layers: int | None = None
     random_weights: bool = False
     lora: Lora | None = None
+    loss: Loss = "cross-entropy"
     loaded: int | None = None
 
     @property
@@ -172,7 +174,7 @@ class TextModel(ABC):
         labels: Tensor,
         params: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Return the mean cross-entropy the client trains with.
+        """Return the mean loss the client trains with (`spec.loss`).
 
         Args:
             labels: [B] classes or [B, C] distributions (classification); [B, T] ids or [B, T, V] distributions

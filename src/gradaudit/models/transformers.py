@@ -179,10 +179,9 @@ class TransformersModel(TextModel):
     ) -> Tensor:
         logits = self.logits(ids=ids, embeddings=embeddings, mask=mask, params=params)
         if self.spec.task == "classification":
-            return F.cross_entropy(logits, labels)
+            return self._losses(logits, labels).mean()
         real = mask[:, 1:].to(logits.dtype)
-        targets = labels[:, 1:].flatten(0, 1)
-        each = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
+        each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
         mean: Tensor = (each * real.flatten()).sum() / real.sum()
         return mean
 
@@ -202,10 +201,17 @@ class TransformersModel(TextModel):
         with tapped(self.module, watch, len(embeddings)) as taps, mode, sites, read:
             logits = self._program(None, embeddings, mask)
         if self.spec.task == "classification":
-            return Traced(F.cross_entropy(logits, labels, reduction="none"), taps)
-        each = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1), reduction="none")
+            return Traced(self._losses(logits, labels), taps)
+        each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
         real = mask[:, 1:].to(logits.dtype)
         return Traced((each.view_as(real) * real).sum(1), taps)
+
+    def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each row of logits [n, C] under labels [n] or distributions [n, C]."""
+        if self.spec.loss == "cross-entropy":
+            return F.cross_entropy(logits, labels, reduction="none")
+        wanted = labels if labels.dim() == 2 else F.one_hot(labels, logits.shape[1]).to(logits.dtype)
+        return (logits - wanted).square().sum(-1)
 
     def word_vectors(self) -> Tensor:
         return self._parameters[self.family.word].detach()
