@@ -114,7 +114,9 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
     selection = Selection(case.selection.tensors)
     how = case.client
-    client = Client(model, how.training(), how.dropout, how.freeze, case.build_defenses(), how.dropout_rate)
+    client = Client(
+        model, how.training(), how.dropout, how.freeze, case.build_defenses(), how.dropout_rate, how.padding
+    )
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")

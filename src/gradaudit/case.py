@@ -34,6 +34,7 @@ class ClientTable(_Table):
         default=None, gt=0, lt=1, description="rate at every place that drops out, when dropout is on; else configured"
     )
     freeze: tuple[str, ...] = Field(default=(), description='not trained: "embeddings", "0-2:q,k,v", ...')
+    padding: Literal["right", "left"] = Field(default="right", description='side of the padding; "left" for decoders')
     optimizer: Literal["none", "sgd", "adamw"] = Field(default="none", description='"none" sends one gradient')
     learning_rate: float = Field(default=1e-4, gt=0, description="of the local optimizer")
     epochs: int = Field(default=1, ge=1, description="passes over the batch")
@@ -170,6 +171,8 @@ class Case(_Table):
             del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
         if data["lora"] is None:
             del data["lora"]  # the same
+        if data["client"]["padding"] == "right":
+            del data["client"]["padding"]  # the same
         if data["loss"] == "cross-entropy":
             del data["loss"]  # the same
         if not data["knowledge"]["longest"]:
@@ -187,6 +190,8 @@ class Case(_Table):
             parts.append(f"{self.loss} loss")
         if self.client.freeze:
             parts.append("frozen: " + ", ".join(self.client.freeze))
+        if self.client.padding != "right":
+            parts.append(f"padded on the {self.client.padding}")
         if self.lora is not None:
             parts.append(self.lora.given().title)
         if self.client.optimizer != "none":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ class Client:
         freeze: selection expressions of what is not trained ("embeddings", "0-2:q,k,v", ...).
         defenses: what acts on the update before it leaves, in order.
         dropout_rate: rate at every place that drops out, in place of the configured ones; None keeps those.
+        padding: side on which a batch's shorter sentences are filled up; on the left their positions start later.
+
+    Raises:
+        BadInputError: padding on the left of an encoder, whose head reads the first row.
     """
 
     model: TransformersModel
@@ -37,6 +42,11 @@ class Client:
     freeze: tuple[str, ...] = ()
     defenses: tuple[UpdateDefense, ...] = ()
     dropout_rate: float | None = None
+    padding: Literal["right", "left"] = "right"
+
+    def __post_init__(self) -> None:
+        if self.padding == "left" and not self.model.causal:
+            raise BadInputError('padding = "left" is for decoders: an encoder\'s head reads the first position')
 
     def frozen(self) -> tuple[str, ...]:
         """Return the names of the frozen parameters.
@@ -157,6 +167,9 @@ class Client:
         ids, mask = batch.ids[rows].to(device), batch.mask[rows].to(device)
         longest = int(mask.sum(1).max())
         ids, mask = ids[:, :longest], mask[:, :longest]
+        if self.padding == "left":
+            order = mask.int().argsort(dim=1, stable=True)  # what is no token first, the tokens in their order
+            ids, mask = ids.gather(1, order), mask.gather(1, order)
         labels = ids if batch.labels is None else batch.labels[rows].to(device)
         return self.model.loss(ids=ids, mask=mask, labels=labels, params=params)
 

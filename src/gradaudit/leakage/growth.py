@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -120,21 +120,42 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
     """
     model, size = seen.model, seen.knowledge.batch_size
     accepted = AcceptedTokens(model, first, rules.token)
-    prefixes = torch.zeros((1, 0), dtype=torch.long, device=first.basis.device)
+    grown, tried, notes = _from(0, seen, accepted, second, rules)
+    if second.lost is not None:
+        grown = _trimmed(grown)
+    sentences = [s for s in grown if s and not _phantom(model, s)]
+    sentences += [s[:1] for s in grown if _phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
+    if second.lost is not None:
+        sentences = sorted(sentences, key=lambda s: max(grown.get(s, [0.0])))[:size]
+    elif size is None or len(sentences) < size:
+        sentences += _inner_ends(seen, sentences, rules.fixed_rank)
+        if model.absolute_positions and not rules.fixed_rank:
+            later, more = _later(seen, accepted, second, rules, sentences)
+            sentences, tried = sentences + later, tried + more
+    return Grown(sentences, tried, notes)
+
+
+def _from(
+    start: int, seen: Observation, accepted: AcceptedTokens, second: Span, rules: Rules
+) -> tuple[dict[tuple[int, ...], list[float]], int, list[str]]:
+    """Return what grows from a position on: residuals along each text, prefixes tested, and notes."""
+    model, size = seen.model, seen.knowledge.batch_size
+    device = second.basis.device
+    prefixes = torch.zeros((1, 0), dtype=torch.long, device=device)
     step_of = max(1, model.vocabulary_size // _DECOYS)
-    decoys = torch.arange(step_of // 2, model.vocabulary_size, step_of, device=first.basis.device)
+    decoys = torch.arange(step_of // 2, model.vocabulary_size, step_of, device=device)
     grown: dict[tuple[int, ...], list[float]] = {}
-    along = torch.zeros((1, 0), device=first.basis.device)
+    along = torch.zeros((1, 0), device=device)
     notes: list[str] = []
     tried = 0
-    for position in range(min(rules.longest, model.max_length)):
-        candidates = accepted.at(position)
+    for position in range(min(rules.longest, model.max_length - start)):
+        candidates = accepted.at(start + position)
         if len(candidates) == 0:
             break
         limit, asked = rules.row, candidates
         if limit is None and second.lost is not None:  # where wrong rows lie is read from rows that surely are
             asked = torch.cat([candidates, decoys[~torch.isin(decoys, candidates)]])
-        residuals = extension_residuals(model, second, prefixes, asked)
+        residuals = extension_residuals(model, second, prefixes, asked, start)
         if limit is None and second.lost is not None:
             limit = below_wrong(residuals.flatten(), size or second.rank)
         elif limit is None:
@@ -161,15 +182,35 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
         along = torch.cat([along[parent], residuals[parent, token][:, None]], 1)
         step(f"growing {len(prefixes)} prefixes", position + 1)
     grown |= {tuple(row): path for row, path in zip(prefixes.tolist(), along.tolist(), strict=True)}
-    if second.lost is not None:
-        grown = _trimmed(grown)
-    sentences = [s for s in grown if s and not _phantom(model, s)]
-    sentences += [s[:1] for s in grown if _phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
-    if second.lost is not None:
-        sentences = sorted(sentences, key=lambda s: max(grown.get(s, [0.0])))[:size]
-    elif size is None or len(sentences) < size:
-        sentences += _inner_ends(seen, sentences, rules.fixed_rank)
-    return Grown(sentences, tried, notes)
+    return grown, tried, notes
+
+
+def _later(
+    seen: Observation, accepted: AcceptedTokens, second: Span, rules: Rules, found: list[tuple[int, ...]]
+) -> tuple[list[tuple[int, ...]], int]:
+    """Return the sentences of a batch that was padded on the left, which start later and all end where the longest does.
+
+    Args:
+        seen: the observation.
+        accepted: the tokens by position.
+        second: block 1's span.
+        rules: tolerances and bounds.
+        found: the sentences that start at the first position.
+
+    Returns:
+        Token ids, and prefixes tested.
+    """
+    size, tried, later = seen.knowledge.batch_size, 0, []
+    end = max((len(sentence) for sentence in found), default=0)
+    # a first token's row is hard to tell from another's in models that attend to it as a sink: no gap is trusted here
+    strict = replace(rules, row=rules.row if rules.row is not None else (ROUNDING * UNRELATED) ** 0.5)
+    for start in range(1, end):
+        if size is not None and len(found) + len(later) >= size:
+            break
+        grown, more, _ = _from(start, seen, accepted, second, strict)
+        tried += more
+        later += [text for text in grown if start + len(text) == end and text not in found]
+    return later, tried
 
 
 def _lost_its_way(along: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ _ROWS = 4096
 
 
 @torch.no_grad()
-def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidates: Tensor) -> Tensor:
+def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidates: Tensor, start: int = 0) -> Tensor:
     """Return the residual of every candidate as the next token of every prefix, [P, C].
 
     All candidates follow their prefix in one sequence as leaves of a tree: each attends to the prefix and to itself
@@ -26,9 +26,10 @@ def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidat
         span: the span of the block whose inputs are tested (block 1 or deeper).
         prefixes: [P, t] token ids, t may be 0.
         candidates: [C] token ids.
+        start: position of a prefix's first token, later than 0 where a batch was padded on the left.
     """
     each = candidates.expand(len(prefixes), -1)
-    return leaf_values(model, prefixes, each, [((span.layer, "q"), span.residual)])[0]
+    return leaf_values(model, prefixes, each, [((span.layer, "q"), span.residual)], start)[0]
 
 
 @torch.no_grad()
@@ -37,6 +38,7 @@ def leaf_values(
     prefixes: Tensor,
     candidates: Tensor,
     measures: Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]],
+    start: int = 0,
 ) -> Tensor:
     """Return measures of what enters some matrices for every candidate after its prefix; see `extension_residuals`.
 
@@ -45,6 +47,7 @@ def leaf_values(
         prefixes: [P, t] token ids, t may be 0.
         candidates: [P, C] token ids, each prefix's own.
         measures: (block, role) of a matrix, and what takes its input rows [..., in] and returns [...].
+        start: as there.
 
     Returns:
         [measures, P, C].
@@ -54,7 +57,7 @@ def leaf_values(
     columns = []
     for part in torch.split(candidates, leaves, 1):
         pairs = zip(torch.split(prefixes, per_run), torch.split(part, per_run), strict=True)
-        columns.append(torch.cat([_measured(model, *pair, measures) for pair in pairs], 1))
+        columns.append(torch.cat([_measured(model, *pair, measures, start) for pair in pairs], 1))
     return torch.cat(columns, 2)
 
 
@@ -63,11 +66,12 @@ def _measured(
     prefixes: Tensor,
     candidates: Tensor,
     measures: Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]],
+    start: int,
 ) -> Tensor:
     count, done = prefixes.shape
     ids = torch.cat([prefixes, candidates], 1)
     slot = torch.arange(ids.shape[1], device=ids.device)
-    positions = slot.clamp_max(done).expand_as(ids)
+    positions = (start + slot.clamp_max(done)).expand_as(ids)
     allowed = (slot[:, None] >= slot[None]) & (slot[None] < done) | (slot[:, None] == slot[None])
     inputs = model.matrix_inputs([key for key, _ in measures], ids, positions, allowed.expand(count, -1, -1))
     return torch.stack([measure(x[:, done:]) for (_, measure), x in zip(measures, inputs, strict=True)])

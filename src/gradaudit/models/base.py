@@ -160,7 +160,7 @@ class TextModel(ABC):
         Args:
             ids: [B, T] token ids, or
             embeddings: [B, T, d] word vectors in their place.
-            mask: [B, T], 1 where a token is real; padding on the right.
+            mask: [B, T], 1 where a token is real; padding on one side (decoders: either, encoders: the right).
             params: parameters to use in place of the model's own.
         """
 

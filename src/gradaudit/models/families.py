@@ -77,7 +77,8 @@ class Family(ABC):
 
     def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Return classification logits from the last hidden states [B, T, d]."""
-        last = mask.long().sum(1) - 1  # right padding: the last real token is the pooled one
+        # the last real token is the pooled one, on whichever side the padding is
+        last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
         rows = torch.arange(len(hidden), device=hidden.device)
         logits: Tensor = self.module.score(hidden[rows, last])
         return logits

@@ -180,7 +180,7 @@ class TransformersModel(TextModel):
         logits = self.logits(ids=ids, embeddings=embeddings, mask=mask, params=params)
         if self.spec.task == "classification":
             return self._losses(logits, labels).mean()
-        real = mask[:, 1:].to(logits.dtype)
+        real = (mask[:, 1:].bool() & mask[:, :-1].bool()).to(logits.dtype)  # padding predicts nothing
         each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
         mean: Tensor = (each * real.flatten()).sum() / real.sum()
         return mean
