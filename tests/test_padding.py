@@ -52,7 +52,7 @@ def test_positions_move_the_gradient_of_gpt2_and_not_of_llama(load, task):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("family", DECODERS)
 def test_dager_reads_batches_padded_on_the_left(load, family, seed, given):
-    """Sentences of one length start together; nobody tells the attack on which side padding was, or how many there are."""
+    """Sentences of one length start together; nobody tells the attack on which side the padding was."""
     model = load(family)
     batch = batch_of(model, sentences([5, 3, 5, 2, 4, 3], seed))
     seen = seen_of(left(model), batch, given=Given(batch_size=given))

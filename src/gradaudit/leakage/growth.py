@@ -188,7 +188,7 @@ def _from(
 def _later(
     seen: Observation, accepted: AcceptedTokens, second: Span, rules: Rules, found: list[tuple[int, ...]]
 ) -> tuple[list[tuple[int, ...]], int]:
-    """Return the sentences of a batch that was padded on the left, which start later and all end where the longest does.
+    """Return the sentences of a batch padded on the left that start later; all end where the longest does.
 
     Args:
         seen: the observation.
@@ -200,7 +200,8 @@ def _later(
     Returns:
         Token ids, and prefixes tested.
     """
-    size, tried, later = seen.knowledge.batch_size, 0, []
+    size, tried = seen.knowledge.batch_size, 0
+    later: list[tuple[int, ...]] = []
     end = max((len(sentence) for sentence in found), default=0)
     # a first token's row is hard to tell from another's in models that attend to it as a sink: no gap is trusted here
     strict = replace(rules, row=rules.row if rules.row is not None else (ROUNDING * UNRELATED) ** 0.5)
