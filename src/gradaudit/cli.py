@@ -137,7 +137,9 @@ def run(
 
 @app.command()
 def attack(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder made by gradaudit.capture.")],
+    bundles: Annotated[
+        list[Path], typer.Argument(metavar="BUNDLE...", help="Folders made by gradaudit.capture, of one client.")
+    ],
     name: Annotated[str, typer.Option("--attack", help="See 'gradaudit list attacks'.")] = "dager",
     set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Attack field, e.g. steps=100.")] = [],  # noqa: B006
     selection: Annotated[str, typer.Option(help="Which gradients the attacker sees.")] = "all",
@@ -150,28 +152,29 @@ def attack(
     compile_: Compile = False,
     as_json: Json = False,
 ) -> None:
-    """Attack an update bundle that you are entitled to examine; no truth is needed."""
-    from gradaudit import examine
+    """Attack update bundles that you are entitled to examine; no truth is needed."""
     from gradaudit.audit import pick_device
+    from gradaudit.examine import Examination, examine
     from gradaudit.leakage.compiled import compiling
-    from gradaudit.terminal import harmless, progress_bars
+    from gradaudit.rounds import examine_rounds
+    from gradaudit.terminal import print_examination, print_rounds, progress_bars
 
     place = pick_device(device)
+
+    def one(folder: Path, known: tuple[tuple[int, ...], ...] = ()) -> Examination:
+        return examine(folder, name, set_, selection, model, seed, place, blocks, known)
+
     with progress_bars(err, quiet=as_json), compiling(compile_):
-        found = examine.examine(bundle, name, set_, selection, model, seed, place, blocks)
-    for warning in found.warnings:
-        err.print(f"[yellow]note:[/yellow] {escape(warning)}")
+        found = one(bundles[0]) if len(bundles) == 1 else examine_rounds(bundles, one)
     if as_json:
         _print_json(found.as_json())
+    elif isinstance(found, Examination):
+        print_examination(found, bundles[0], out, err)
     else:
-        out.print(f"[bold]{name}[/bold] on {bundle}: {len(found.texts)} sentences in {found.seconds:.1f} s\n")
-        for number, text in enumerate(found.texts, 1):
-            proof = found.certificates[number - 1] if found.certificates else ""
-            out.print(f"{number:>3}  {escape(harmless(text))}  [dim]{proof}[/dim]")
-        for note in found.notes:
-            out.print(f"[dim]{escape(note)}[/dim]")
-        out.print("\nNobody compared this with the original: see 'gradaudit run' for a scored audit.")
-    if not found.texts:
+        print_rounds(found, bundles, out, err)
+    if not isinstance(found, Examination) and found.failed:
+        raise typer.Exit(ExitCode.BAD_INPUT)
+    if not (found.texts if isinstance(found, Examination) else found.sentences):
         err.print("inconclusive: nothing was recovered, which is no sign of safety; try another attack")
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 

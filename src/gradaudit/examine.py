@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def examine(
     seed: int,
     device: torch.device,
     blocks: int | None = None,
+    known: tuple[tuple[int, ...], ...] = (),
 ) -> Examination:
     """Check a bundle and attack it.
 
@@ -87,6 +88,7 @@ def examine(
         seed: of its random stream.
         device: where it runs.
         blocks: how many of the model's first blocks to load; None for all.
+        known: sentences read from other updates of the same client.
 
     Raises:
         BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
@@ -99,7 +101,7 @@ def examine(
         values[key.strip().removeprefix("attack.")] = parse_value(text)
     built = build("attack", attack, values)
     bundle = load_bundle(folder, device, model, blocks)
-    seen = bundle.observation(Selection(selection))
+    seen = replace(bundle.observation(Selection(selection)), known=known)
     began = time.perf_counter()
     found = built(seen, stream(seed, "attack", 0))
     seconds = time.perf_counter() - began

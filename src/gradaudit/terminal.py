@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,8 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from gradaudit.errors import AuditError
+from gradaudit.examine import Examination
 from gradaudit.progress import shown_by
 from gradaudit.record import Interval, Mark, Record, Summary, Texts
+from gradaudit.rounds import Rounds
 
 SCORE_TITLES = {
     "rouge1": "R-1",
@@ -127,3 +131,39 @@ def compared(record: Record, texts: Texts, sentences: Sequence[int]) -> list[Tex
             row.append(f"{before}{harmless(word)}{after} ", style=_STYLES[mark])
         lines += [row, Text("")]
     return lines
+
+
+_UNSCORED = "\nNobody compared this with the original: see 'gradaudit run' for a scored audit."
+
+
+def print_examination(found: Examination, bundle: Path, out: Console, err: Console) -> None:
+    """Print what an attack read out of one bundle."""
+    for warning in found.warnings:
+        err.print(f"[yellow]note:[/yellow] {escape(warning)}")
+    seconds = f"{found.seconds:.1f} s"
+    out.print(f"[bold]{found.attack}[/bold] on {escape(str(bundle))}: {len(found.texts)} sentences in {seconds}\n")
+    for number, text in enumerate(found.texts, 1):
+        proof = found.certificates[number - 1] if found.certificates else ""
+        out.print(f"{number:>3}  {escape(harmless(text))}  [dim]{proof}[/dim]")
+    for note in found.notes:
+        out.print(f"[dim]{escape(note)}[/dim]")
+    out.print(_UNSCORED)
+
+
+def print_rounds(found: Rounds, bundles: Sequence[Path], out: Console, err: Console) -> None:
+    """Print what an attack read out of several updates of one client, each sentence once."""
+    for number, (one, bundle) in enumerate(zip(found.rounds, bundles, strict=True), 1):
+        where = f"round {number}, {escape(str(bundle))}"
+        if isinstance(one, AuditError):
+            err.print(f"[red]{where}:[/red] {escape(str(one))}")
+            continue
+        for warning in one.warnings:
+            err.print(f"[yellow]note on {where}:[/yellow] {escape(warning)}")
+        out.print(f"{where}: {len(one.texts)} sentences in {one.seconds:.1f} s")
+        for note in one.notes:
+            out.print(f"  [dim]{escape(note)}[/dim]")
+    out.print(f"\n[bold]{len(found.sentences)} sentences of this client in {len(found.rounds)} rounds[/bold]\n")
+    for number, sentence in enumerate(found.sentences, 1):
+        rounds = ", ".join(map(str, sentence.rounds))
+        out.print(f"{number:>3}  {escape(harmless(sentence.text))}  [dim]round {rounds}[/dim]")
+    out.print(_UNSCORED)

@@ -147,6 +147,7 @@ class Observation:
         kind: "gradient" or "delta".
         knowledge: what the attacker is given.
         selection: the expression that chose the tensors.
+        known: token ids of sentences that were read from other updates of the same client, and may be in this one.
     """
 
     model: TextModel
@@ -155,6 +156,7 @@ class Observation:
     kind: UpdateKind
     knowledge: Knowledge = field(default_factory=Knowledge)
     selection: str = "all"
+    known: tuple[tuple[int, ...], ...] = ()
 
     def role(self, layer: int, role: str) -> list[Tensor]:
         """Return the seen gradients of one role of one block, each [out, in]; empty when not shared.

@@ -123,6 +123,8 @@ class Crowd:
         rated = [(layer, "q") for layer in sorted({0, 1, self.deeper})]
         rated += [key for key in self.rest.left if key[1] == "p"]
         self.usual = _usual_rows(self.model, rated, next(iter(self.rest.left.values())).device)
+        fit = [s for s in self.seen.known if s and len(s) <= self.model.max_length]
+        self._take_out(fit, Ends(self.model, self.rest, self.size))
         guesses: list[tuple[int, ...]] = []
         beam, patience = min(self.beam or max(_BEAM, 2 * self.size), self.most), _PATIENCE[0]
         while beam <= self.most and len(self.found) < self.size:

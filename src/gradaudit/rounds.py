@@ -1,0 +1,98 @@
+"""Several updates of one client: each is attacked, and what one gave helps to read the others.
+
+A client sends an update a round, often of the same data. A sentence that was read from one is known when the next is
+attacked: where a batch has too many tokens (`leakage/crowd.py`) it is tested exactly, taken out, and the rest is fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradaudit.errors import AuditError
+from gradaudit.examine import Examination
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence of the client.
+
+    Args:
+        ids: its token ids.
+        text: the same, readable.
+        rounds: numbers of the updates it was read from, from 1.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    rounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What several updates gave.
+
+    Args:
+        rounds: the examination of each update, or why there is none.
+        sentences: all that was read, those of most rounds first.
+    """
+
+    rounds: tuple[Examination | AuditError, ...]
+    sentences: tuple[Sentence, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether an update could not be attacked."""
+        return any(isinstance(one, AuditError) for one in self.rounds)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data: a list of rounds as one update's, and the joined sentences."""
+        failed = {"scores": None, "flags": ["no-truth"]}
+        return {
+            "rounds": [failed | {"error": str(r)} if isinstance(r, AuditError) else r.as_json() for r in self.rounds],
+            "joined": [{"text": s.text, "ids": list(s.ids), "rounds": list(s.rounds)} for s in self.sentences],
+        }
+
+
+def examine_rounds(folders: Sequence[Path], one: Callable[[Path, tuple[tuple[int, ...], ...]], Examination]) -> Rounds:
+    """Attack several updates of one client, and those that were not read whole again, with what the others gave.
+
+    Args:
+        folders: the bundles, one a round.
+        one: attacks a bundle, given sentences that are known.
+
+    Returns:
+        All rounds; an update that cannot be attacked does not stop the others.
+    """
+    rounds: list[Examination | AuditError] = [_tried(one, folder, ()) for folder in folders]
+    for at, (folder, found) in enumerate(zip(folders, rounds, strict=True)):
+        if isinstance(found, AuditError) or found.knowledge.batch_size is None:
+            continue
+        known = tuple(s.ids for s in joined(rounds) if at + 1 not in s.rounds)
+        if known and found.details.get("taken_out", found.knowledge.batch_size) < found.knowledge.batch_size:
+            again = _tried(one, folder, known)
+            if isinstance(again, Examination) and again.details.get("taken_out", 0) > found.details["taken_out"]:
+                rounds[at] = again
+    return Rounds(tuple(rounds), joined(rounds))
+
+
+def joined(rounds: Sequence[Examination | AuditError]) -> tuple[Sentence, ...]:
+    """Return the sentences of all rounds, each once, those of most rounds first."""
+    found: dict[tuple[int, ...], tuple[str, list[int]]] = {}
+    for number, one in enumerate(rounds, 1):
+        if isinstance(one, Examination):
+            for ids, text in dict(zip(one.ids, one.texts, strict=True)).items():
+                found.setdefault(ids, (text, []))[1].append(number)
+    every = [Sentence(ids, text, tuple(numbers)) for ids, (text, numbers) in found.items()]
+    return tuple(sorted(every, key=lambda s: (-len(s.rounds), s.rounds)))
+
+
+def _tried(
+    one: Callable[[Path, tuple[tuple[int, ...], ...]], Examination], folder: Path, known: tuple[tuple[int, ...], ...]
+) -> Examination | AuditError:
+    try:
+        return one(folder, known)
+    except AuditError as error:
+        return error

@@ -1,0 +1,121 @@
+"""Several updates of one client: joined without repetition, and one round's sentences help to read a crowded one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gradaudit import bundle
+from gradaudit.cli import app
+from gradaudit.client import Client
+from gradaudit.errors import BadInputError
+from gradaudit.examine import Examination, examine
+from gradaudit.registry import build
+from gradaudit.rounds import examine_rounds, joined
+from gradaudit.streams import stream
+from gradaudit.types import Given, Knowledge
+from tiny_models import batch_of, seen_of, sentences
+
+CPU = torch.device("cpu")
+RUN = CliRunner()
+
+
+def sent(model, folder: Path, texts: list[str]) -> Path:
+    client, batch = Client(model), batch_of(model, texts)
+    model.module.save_pretrained(folder / "model")
+    model.tokenizer.save_pretrained(folder / "model")
+    update = client.update(batch, stream(0, "client"))
+    bundle.save_bundle(folder, model, update, client.knowledge(batch, update, Given()), inside=True)
+    return folder
+
+
+@pytest.fixture
+def two_rounds(load, tmp_path: Path):
+    """The model moves on between the rounds; two sentences are sent in both."""
+    texts = sentences([4, 3, 5, 4], 3)
+    return texts, [
+        sent(load("gpt2", seed=0), tmp_path / "first", texts[:3]),
+        sent(load("gpt2", seed=1), tmp_path / "second", texts[1:]),
+    ]
+
+
+def read(ids, texts, batch_size: int, taken: int | None = None) -> Examination:
+    details = {} if taken is None else {"taken_out": taken}
+    return Examination("dager", "m", Knowledge(batch_size), texts, ids, None, None, (), details, (), 0.0)
+
+
+def test_every_sentence_is_there_once_with_its_rounds(two_rounds):
+    texts, folders = two_rounds
+    found = examine_rounds(folders, lambda f, known: examine(f, "dager", [], "all", None, 0, CPU, known=known))
+    assert {s.text: s.rounds for s in found.sentences} == {
+        texts[0]: (1,), texts[1]: (1, 2), texts[2]: (1, 2), texts[3]: (2,)
+    }  # fmt: skip
+    assert [len(s.rounds) for s in found.sentences] == [2, 2, 1, 1]
+
+
+def test_a_sentence_twice_in_one_round_counts_that_round_once():
+    assert [s.rounds for s in joined([read(((4,), (4,)), ("a", "a"), 2), read(((4,),), ("a",), 1)])] == [(1, 2)]
+
+
+def test_only_a_round_that_was_not_read_whole_is_tried_again_and_only_a_better_answer_counts():
+    asked: list[tuple[str, tuple]] = []
+    whole, part = read(((4,), (5,)), ("a", "b"), 2), read(((6,),), ("c",), 2, taken=1)
+    better, worse = read(((6,), (4,)), ("c", "a"), 2, taken=2), read(((7,),), ("d",), 2, taken=0)
+    for again, expected in ((better, better), (worse, part)):
+        asked.clear()
+
+        def one(folder: Path, known, again=again) -> Examination:
+            asked.append((folder.name, known))
+            return whole if folder.name == "whole" else again if known else part
+
+        found = examine_rounds([Path("whole"), Path("part")], one)
+        assert asked == [("whole", ()), ("part", ()), ("part", ((4,), (5,)))]
+        assert found.rounds == (whole, expected)
+
+
+def test_a_round_that_cannot_be_attacked_does_not_stop_the_others():
+    def one(folder: Path, known) -> Examination:
+        if folder.name == "broken":
+            raise BadInputError("cut short")
+        return read(((4,),), ("a",), 1)
+
+    found = examine_rounds([Path("broken"), Path("good")], one)
+    assert found.failed
+    assert [s.rounds for s in found.sentences] == [(2,)]
+    assert found.as_json()["rounds"][0]["error"] == "cut short"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_known_sentences_are_taken_out_of_a_crowded_batch_and_others_are_not(load, family):
+    """With no beam to search by, what is known is all that can be found: right ones are, wrong ones are not."""
+    model = load(family)
+    lengths = [3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4, 5, 3]
+    batch = batch_of(model, sentences(lengths, 4, distinct=False))
+    rows = [tuple(s) for s in batch.sequences()]
+    wrong = (*rows[0][:-1], (rows[0][-1] + 1) % model.vocabulary_size)
+    seen = seen_of(Client(model), batch)
+    known = (wrong, *rows[:10], wrong[:1])
+    attack = build("attack", "dager", {"max_length": 1})
+    alone, told = (attack(one, stream(0, "a")) for one in (seen, type(seen)(**(vars(seen) | {"known": known}))))
+    assert told.details["taken_out"] >= 10 > alone.details["taken_out"]
+    assert set(rows[:10]) <= set(told.sequences)
+    assert wrong not in told.sequences
+
+
+def test_the_command_joins_rounds_and_says_which_one_is_broken(two_rounds):
+    texts, folders = two_rounds
+    good = RUN.invoke(app, ["attack", *map(str, folders), "--json"])
+    assert good.exit_code == 0, good.output
+    answer = json.loads(good.stdout)
+    assert {s["text"]: s["rounds"] for s in answer["joined"]}[texts[1]] == [1, 2]
+    assert len(answer["rounds"]) == 2
+    (folders[0] / bundle.TENSORS).write_bytes(b"cut")
+    broken = RUN.invoke(app, ["attack", *map(str, folders)])
+    assert broken.exit_code == 2
+    assert "round 1" in broken.stderr
+    assert texts[3] in broken.stdout
+    assert "Traceback" not in broken.output
