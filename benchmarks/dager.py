@@ -1,17 +1,18 @@
 """DAGER, all that its paper reports and what lies past it; a table a group in benchmarks/results/dager/.
 
     python benchmarks/rotten_tomatoes.py ../shared/data/rotten_tomatoes out/data/rotten_tomatoes.tsv
-    OMP_NUM_THREADS=1 python benchmarks/dager.py exact past encoders lora precision fedavg
+    OMP_NUM_THREADS=1 python benchmarks/dager.py exact past encoders lora precision fedavg variants
 
 Groups: exact (decoders below the width), past (and beyond it), encoders (the paper's search), lora (adapters of
 SmolLM2, trained a few steps), precision (half precision, integers, Gaussian noise), fedavg (the paper's grid and
-beyond; four blocks, random weights). Records go to out/benchmarks (a run that was stopped goes on there) and hold no
-text. Failures count 0.
+beyond; four blocks, random weights), variants (other losses, ReLU, padding on the left, texts of 500 tokens). Records
+go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from tables import command, commit, write_table
 from gradaudit.audit import pick_device, prepare, run
 from gradaudit.case import parse_case
 from gradaudit.metrics.summary import summarize
+from gradaudit.models.base import ModelSpec
 from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.zoo import load_model
 from gradaudit.record import Record
 
 
@@ -44,6 +47,8 @@ class Cell:
         attack: the [attack] table.
         lora: the [lora] table.
         seed: of the draw.
+        task: the case's task.
+        loss: the case's loss.
     """
 
     title: str
@@ -58,6 +63,8 @@ class Cell:
     attack: dict[str, Any] = field(default_factory=lambda: {"name": "dager"})
     lora: dict[str, Any] | None = None
     seed: int = 202
+    task: str = "classification"
+    loss: str = "cross-entropy"
 
     def case(self) -> dict[str, Any]:
         """The case file's content."""
@@ -65,12 +72,36 @@ class Cell:
             "name": self.title,
             "model": self.model,
             "layers": self.layers,
-            "data": DATA[self.data] | {"shuffle_seed": self.seed, "batch_size": self.size, "batches": self.batches},
+            "task": self.task,
+            "loss": self.loss,
+            "data": (DATA | MADE)[self.data]
+            | {"shuffle_seed": self.seed, "batch_size": self.size, "batches": self.batches},
             "client": self.client,
             "defense": list(self.defense),
             "attack": self.attack,
             "metrics": {"diagnose": False},
         } | ({"lora": self.lora} if self.lora else {})
+
+
+LONG, RELU = Path("out/data/rotten_tomatoes_long.tsv"), Path("out/data/gpt2-relu")
+MADE: dict[str, dict[str, Any]] = {"rt, 500 tokens": {"path": str(LONG), "header": False, "text": 1, "label": 0}}
+
+
+def make() -> None:
+    """Write what variants needs: Rotten Tomatoes in texts of about 500 tokens, and GPT-2's shape with ReLU."""
+    rows = [line.split("\t") for line in Path("out/data/rotten_tomatoes.tsv").read_text(encoding="utf8").splitlines()]
+    random.Random(0).shuffle(rows)
+    texts: list[tuple[str, str]] = []
+    for label, sentence in rows:
+        # 380 words are about 500 tokens of GPT-2 and SmolLM2, which is below both widths
+        if not texts or len(texts[-1][1].split()) + len(sentence.split()) > 380:
+            texts.append((label, ""))
+        texts[-1] = (texts[-1][0], f"{texts[-1][1]} {sentence}".strip())
+    LONG.write_text("".join(f"{label}\t{text}\n" for label, text in texts), encoding="utf8")
+    model = load_model(ModelSpec("random:gpt2", layers=1))
+    model.module.config.activation_function = "relu"
+    model.module.config.save_pretrained(RELU)
+    model.tokenizer.save_pretrained(RELU)
 
 
 LIMITED = {"name": "dager", "max_candidates": 200_000}
@@ -150,8 +181,22 @@ def fedavg() -> list[Cell]:
     ]
 
 
+def variants() -> list[Cell]:
+    """What else the paper reports: losses, activation, padding, length."""
+    make()
+    cells = []
+    for model, layers in (("random:gpt2", 4), ("smollm2", None)):
+        for size in (1, 8):
+            cells.append(Cell("next-token loss", model, "cola", size, 5, layers=layers, task="causal-lm"))
+            cells.append(Cell("squared loss", model, "cola", size, 5, layers=layers, loss="squared"))
+        cells.append(Cell("padded on the left", model, "cola", 8, 5, OFF | {"padding": "left"}, layers=layers))
+        cells.append(Cell("", model, "rt, 500 tokens", 1, 5, layers=layers))
+    return cells + [Cell("ReLU", f"random:{RELU}", "cola", size, 5, layers=4) for size in (1, 8)]
+
+
 GROUPS = {
-    "exact": exact, "past": past, "encoders": encoders, "lora": lora, "precision": precision, "fedavg": fedavg
+    "exact": exact, "past": past, "encoders": encoders, "lora": lora, "precision": precision, "fedavg": fedavg,
+    "variants": variants,
 }  # fmt: skip
 HEADER = (
     "| update | model | data | B | batches | load b/d | R-1 | R-2 | R-L | exact % | whole batches | blind R-L "
@@ -194,7 +239,7 @@ def main() -> None:
         lines = []
         for cell in GROUPS[group]():
             case = parse_case(cell.case())
-            key = (case.model, case.layers)
+            key = (case.model, case.layers, case.task, case.loss)
             if case.lora or loaded is None or loaded[0] != key:
                 loaded = None  # one model at a time; adapters were trained on rows that are private in another cell
             ready = prepare(case, Path.cwd(), device, loaded[1] if loaded else None)
@@ -202,7 +247,9 @@ def main() -> None:
             adapters = "-".join(map(str, (cell.lora or {}).values()))
             title = f"{group}-{cell.model}-{cell.data}-{cell.size}-{cell.title}-{adapters}"
             records: list[Record] = []
-            for record in run(ready, given.out / title.replace(" ", "-").replace(",", "").replace(":", "-")):
+            for record in run(
+                ready, given.out / title.replace(" ", "-").replace(",", "").replace(":", "-").replace("/", "-")
+            ):
                 records.append(record)
                 if len(records) == given.batches:
                     break

@@ -256,8 +256,8 @@ class VocabularyCheck:
     """Distance of every vocabulary token, at any position, from block 0's span.
 
     With x = weight * (w + p) / s + bias, both |x|^2 and |R^T x|^2 split into products of words and of positions that
-    are computed once, so a position costs O(V r) instead of O(V d). The split loses half the digits: it only sorts
-    out, and `residuals` measures what is left anew, from the model itself.
+    are computed once, so a position costs three products of the vocabulary with a vector. The split loses half the
+    digits: it only sorts out, and `residuals` measures what is left anew, from the model itself.
 
     Args:
         parts: the model's block-0 inputs in parts.
@@ -284,6 +284,8 @@ class VocabularyCheck:
         self._position_basis = scaled @ basis
         self._bias_basis = parts.bias @ basis
         self._bias_square = parts.bias.square().sum()
+        self._inside_square = self._word_basis.square().sum(1)
+        self._inside_bias = self._word_basis @ self._bias_basis
         # two [V, d] x [d, 1] products a position; done together they are one pass over the vocabulary
         self._pair = torch.stack([positions, positions * squared], 2)
 
@@ -295,11 +297,13 @@ class VocabularyCheck:
         width = self._words.shape[1]
         mean_square = (self._word_square + 2 * plain + self._positions[p].square().sum()) / width
         inverse = (mean_square + self._parts.eps).rsqrt()
-        along = torch.addcmul(self._bias_basis, self._word_basis + self._position_basis[p], inverse[:, None])
         square = inverse.square() * (self._scaled_square + 2 * weighted + self._scaled[p].square().sum())
         square = square + 2 * inverse * (self._word_bias + (self._scaled[p] * self._parts.bias).sum())
         square = square + self._bias_square
-        inside = torch.linalg.vecdot(along, along)
+        along = self._position_basis[p]
+        inside = inverse.square() * (self._inside_square + 2 * (self._word_basis @ along) + along.square().sum())
+        inside = inside + 2 * inverse * (self._inside_bias + along @ self._bias_basis)
+        inside = inside + self._bias_basis.square().sum()
         tiny = torch.finfo(square.dtype).tiny
         residual: Tensor = ((square - inside).clamp_min(0) / square.clamp_min(tiny)).sqrt()
         residual = torch.where(square > tiny, residual, torch.ones_like(residual))
