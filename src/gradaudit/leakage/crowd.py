@@ -1,11 +1,11 @@
 """Decoders past the width: more tokens than a row space has directions, and still sentence by sentence.
 
-A full row space holds every row, but not every row equally. With G the stacked gradients of a block, a row x of the
-batch that brought the signal delta has x^T (G^T G)^-1 x of at most about 1 / |delta|^2; a row that was not there is
-made of the weak directions too, and is far above. So prefixes are grown by that leverage, many at a time. Where
-sentences end is exact at any load: a classifier's last block has a query gradient at the last token of each sentence
-only, so its row space has as many directions as there are sentences, and a sentence whose end lies in it was there. Its
-own gradient is then taken out; the next round has fewer tokens, and below the width the rest is grown as ever.
+A full row space holds every row, but not every row equally, and the feed-forwards' second matrices read rows of several
+times as many entries, of which no row space is full: what both say of a row (`leakage.evidence`) is enough to grow
+prefixes, many at a time. Where sentences end is exact at any load: a classifier's last block has a query gradient at
+the last token of each sentence only, so its row space has as many directions as there are sentences, and a sentence
+whose end lies in it was there. Its own gradient is then taken out; the next round has fewer tokens, and below the width
+the rest is grown as ever.
 """
 
 from __future__ import annotations
