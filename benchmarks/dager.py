@@ -231,13 +231,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/dager"), help="folder for the records")
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/dager"), help="tables' folder")
     parser.add_argument("--batches", type=int, default=0, help="at most so many a cell; 0 for all")
+    parser.add_argument("--rows", default="", help="only these rows of the groups, as 0,1")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     device = pick_device(given.device)
     loaded: tuple[Any, TransformersModel] | None = None
     for group in given.groups:
         lines = []
-        for cell in GROUPS[group]():
+        cells = GROUPS[group]()
+        for cell in [cells[int(n)] for n in given.rows.split(",")] if given.rows else cells:
             case = parse_case(cell.case())
             key = (case.model, case.layers, case.task, case.loss)
             if case.lora or loaded is None or loaded[0] != key:
