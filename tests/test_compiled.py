@@ -85,7 +85,9 @@ def test_what_is_traced_is_the_plain_step(load, monkeypatch, family, selection, 
         assert objective.compiled == ("yes" if wanted else "")
         weights = torch.arange(1.0, candidates + 1)
         found.append((value.detach(), torch.autograd.grad((weights * value).sum(), vectors)[0]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
+    # slopes are sums that cancel: an entry is good to the rounding of the largest, by processor
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("late", [False, True])
