@@ -80,3 +80,15 @@ def test_a_case_says_so_and_one_without_it_keeps_its_id():
     usual, other = (parse_case(plain | {"client": {"padding": side}}) for side in ("right", "left"))
     assert parse_case(plain).content_hash() == usual.content_hash() != other.content_hash()
     assert "padded on the left" in other.setting()
+
+
+def test_padding_predicts_nothing_and_single_losses_agree(load):
+    """Padding on the left stands before the first token, which nothing real predicts."""
+    model = load("llama", task="causal-lm")
+    rows = torch.tensor([[5, 6, 7, 8], [model.special.pad, model.special.pad, 9, 4]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    whole = model.loss(ids=rows, mask=mask, labels=rows)
+    alone = [model.loss(ids=r[None], mask=torch.ones_like(r)[None], labels=r[None]) for r in (rows[0], rows[1, 2:])]
+    torch.testing.assert_close(whole, (3 * alone[0] + alone[1]) / 4)
+    single = model.traced(embeddings=model.word_vectors()[rows], mask=mask, labels=rows, watch=[]).losses
+    torch.testing.assert_close(single, torch.stack([3 * alone[0], alone[1]]))

@@ -57,8 +57,19 @@ def test_every_sentence_is_there_once_with_its_rounds(two_rounds):
     assert [len(s.rounds) for s in found.sentences] == [2, 2, 1, 1]
 
 
+def test_what_the_attacker_was_given_of_other_rounds_is_told(two_rounds):
+    _, folders = two_rounds
+    told = examine(folders[0], "dager", [], "all", None, 0, CPU, known=((4, 5), (6,)))
+    assert any("2 sentences read from other rounds were given" in note for note in told.notes)
+    assert not any("other rounds" in note for note in examine(folders[0], "dager", [], "all", None, 0, CPU).notes)
+
+
 def test_a_sentence_twice_in_one_round_counts_that_round_once():
     assert [s.rounds for s in joined([read(((4,), (4,)), ("a", "a"), 2), read(((4,),), ("a",), 1)])] == [(1, 2)]
+
+
+def test_equal_ids_of_two_tokenizers_are_two_sentences():
+    assert len(joined([read(((4,),), ("a",), 1), read(((4,),), ("b",), 1)])) == 2
 
 
 def test_only_a_round_that_was_not_read_whole_is_tried_again_and_only_a_better_answer_counts():
@@ -98,7 +109,7 @@ def test_known_sentences_are_taken_out_of_a_crowded_batch_and_others_are_not(loa
     rows = [tuple(s) for s in batch.sequences()]
     wrong = (*rows[0][:-1], (rows[0][-1] + 1) % model.vocabulary_size)
     seen = seen_of(Client(model), batch)
-    known = (wrong, *rows[:10], wrong[:1])
+    known = (wrong, *rows[:10], wrong[:1], (10**6, 4))  # the last of another tokenizer
     attack = build("attack", "dager", {"max_length": 1})
     alone, told = (attack(one, stream(0, "a")) for one in (seen, type(seen)(**(vars(seen) | {"known": known}))))
     assert told.details["taken_out"] >= 10 > alone.details["taken_out"]

@@ -102,6 +102,7 @@ def examine(
     built = build("attack", attack, values)
     bundle = load_bundle(folder, device, model, blocks)
     seen = replace(bundle.observation(Selection(selection)), known=known)
+    given = (f"{len(known)} sentences read from other rounds were given to the attacker",) if known else ()
     began = time.perf_counter()
     found = built(seen, stream(seed, "attack", 0))
     seconds = time.perf_counter() - began
@@ -113,7 +114,7 @@ def examine(
         ids=found.sequences,
         labels=found.labels,
         certificates=found.certificates,
-        notes=found.notes,
+        notes=(*given, *found.notes),
         details=dict(found.details),
         warnings=tuple(f.text for f in bundle.findings),
         seconds=seconds,

@@ -80,12 +80,12 @@ def examine_rounds(folders: Sequence[Path], one: Callable[[Path, tuple[tuple[int
 
 def joined(rounds: Sequence[Examination | AuditError]) -> tuple[Sentence, ...]:
     """Return the sentences of all rounds, each once, those of most rounds first."""
-    found: dict[tuple[int, ...], tuple[str, list[int]]] = {}
+    found: dict[tuple[tuple[int, ...], str], list[int]] = {}  # rounds of other tokenizers read other text from ids
     for number, one in enumerate(rounds, 1):
         if isinstance(one, Examination):
-            for ids, text in dict(zip(one.ids, one.texts, strict=True)).items():
-                found.setdefault(ids, (text, []))[1].append(number)
-    every = [Sentence(ids, text, tuple(numbers)) for ids, (text, numbers) in found.items()]
+            for sentence in dict.fromkeys(zip(one.ids, one.texts, strict=True)):
+                found.setdefault(sentence, []).append(number)
+    every = [Sentence(ids, text, tuple(numbers)) for (ids, text), numbers in found.items()]
     return tuple(sorted(every, key=lambda s: (-len(s.rounds), s.rounds)))
 
 

@@ -223,7 +223,6 @@ class TextModel(ABC):
     def first_input_parts(self) -> FirstInputs:
         """Return the parts that `first_inputs` is made of."""
 
-    @abstractmethod
     def attention_inputs(
         self,
         layer: int,
@@ -239,6 +238,7 @@ class TextModel(ABC):
             positions: [B, T] positions; 0, 1, 2, ... when None.
             allowed: [B, T, T] bool, True where row t may attend to column s; the family's own pattern when None.
         """
+        return self.matrix_inputs([(layer, "q")], ids, positions, allowed)[0]
 
     @abstractmethod
     def matrix_inputs(

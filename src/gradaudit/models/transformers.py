@@ -75,6 +75,11 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(allowed, zero, torch.full_like(zero, torch.finfo(dtype).min))[:, None]
 
 
+def _predicted(mask: Tensor) -> Tensor:
+    """Return [B, T - 1] bool, True where a token is predicted: a real one behind a real one."""
+    return mask[:, 1:].bool() & mask[:, :-1].bool()
+
+
 class TransformersModel(TextModel):
     """BERT, RoBERTa, MPNet, GPT-2 and Llama from transformers, for classification or causal language modeling.
 
@@ -180,7 +185,7 @@ class TransformersModel(TextModel):
         logits = self.logits(ids=ids, embeddings=embeddings, mask=mask, params=params)
         if self.spec.task == "classification":
             return self._losses(logits, labels).mean()
-        real = (mask[:, 1:].bool() & mask[:, :-1].bool()).to(logits.dtype)  # padding predicts nothing
+        real = _predicted(mask).to(logits.dtype)
         each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
         mean: Tensor = (each * real.flatten()).sum() / real.sum()
         return mean
@@ -203,7 +208,7 @@ class TransformersModel(TextModel):
         if self.spec.task == "classification":
             return Traced(self._losses(logits, labels), taps)
         each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
-        real = mask[:, 1:].to(logits.dtype)
+        real = _predicted(mask).to(logits.dtype)
         return Traced((each.view_as(real) * real).sum(1), taps)
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -227,11 +232,6 @@ class TransformersModel(TextModel):
     @torch.no_grad()
     def first_input_parts(self) -> FirstInputs:
         return self.family.first_input_parts(self.max_length)
-
-    def attention_inputs(
-        self, layer: int, ids: Tensor, positions: Tensor | None = None, allowed: Tensor | None = None
-    ) -> Tensor:
-        return self.matrix_inputs([(layer, "q")], ids, positions, allowed)[0]
 
     @torch.no_grad()
     def matrix_inputs(
