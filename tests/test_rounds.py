@@ -117,6 +117,14 @@ def test_known_sentences_are_taken_out_of_a_crowded_batch_and_others_are_not(loa
     assert wrong not in told.sequences
 
 
+def test_where_no_round_can_be_attacked_nothing_is_printed_that_reads_as_safe(two_rounds):
+    _, folders = two_rounds
+    for more in (["--attack", "dagger"], ["--set", "ranks=1"]):
+        told = RUN.invoke(app, ["attack", *map(str, folders), *more])
+        assert isinstance(told.exception, BadInputError)
+        assert "0 sentences" not in told.output
+
+
 def test_the_command_joins_rounds_and_says_which_one_is_broken(two_rounds):
     texts, folders = two_rounds
     good = RUN.invoke(app, ["attack", *map(str, folders), "--json"])

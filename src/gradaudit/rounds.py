@@ -65,8 +65,14 @@ def examine_rounds(folders: Sequence[Path], one: Callable[[Path, tuple[tuple[int
 
     Returns:
         All rounds; an update that cannot be attacked does not stop the others.
+
+    Raises:
+        AuditError: the first one's, where no update could be attacked.
     """
     rounds: list[Examination | AuditError] = [_tried(one, folder, ()) for folder in folders]
+    for first in rounds:
+        if isinstance(first, AuditError) and not any(isinstance(r, Examination) for r in rounds):
+            raise first
     for at, (folder, found) in enumerate(zip(folders, rounds, strict=True)):
         if isinstance(found, AuditError) or found.knowledge.batch_size is None:
             continue
