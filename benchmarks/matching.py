@@ -5,8 +5,8 @@
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
 unknown (labels and lengths), partial (parts of the gradient, dropout off), variants (ours, in order's setting). All
 cells of a group spend about as many gradient evaluations (a step with double backward counts three), order2, curves,
-unknown and partial a third; paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each
-attack. Records go to out/benchmarks. Failures count 0.
+unknown and partial a third; paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of
+each attack. Records go to out/benchmarks. Failures count 0.
 """
 
 from __future__ import annotations
