@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.growth import _lost_its_way, _trimmed
 from gradaudit.leakage.noise_floor import (
     above_noise,
     clear_cut,
@@ -19,6 +18,7 @@ from gradaudit.leakage.noise_floor import (
     noise_rank,
     whitened,
 )
+from gradaudit.leakage.noisy_growth import _lost_its_way, _trimmed
 from gradaudit.leakage.subspace import Span, VocabularyCheck, below_wrong, span
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -143,9 +143,12 @@ def test_wrong_ends_are_cut_and_beginnings_dropped():
 
 
 def test_a_prefix_that_ended_four_rows_ago_goes_on_no_further():
-    true, odd, wrong = [0.001] * 10, [0.001] * 6 + [0.02, 0.001, 0.02, 0.02], [0.001] * 6 + [0.02, 0.3, 0.2, 0.2]
-    assert _lost_its_way(torch.tensor([true, odd, wrong])).tolist() == [False, False, True]
-    assert _lost_its_way(torch.tensor([true, wrong])[:, :7]).tolist() == [False, False], "too short to tell"
+    true, odd, wrong = [0.001] * 10, [0.001] * 6 + [0.02, 0.001, 0.02, 0.02], [0.001] * 6 + [0.2, 0.3, 0.2, 0.2]
+    rows = torch.tensor([true, odd, wrong])
+    below = (0.1 / rows).log()
+    assert _lost_its_way(rows, below).tolist() == [False, False, True]
+    assert _lost_its_way(rows[:, -4:], below[:, -4:]).tolist() == [False] * 3, "too short to tell"
+    assert not bool(_lost_its_way(rows, below + 4).any()), "what lies far below the wrong rows is no end"
 
 
 DEFENDED = {

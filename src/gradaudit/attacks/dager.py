@@ -16,6 +16,8 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.crowd import Crowd, is_full
 from gradaudit.leakage.ends import ends_of
 from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
+from gradaudit.leakage.joint import Joint, joint
+from gradaudit.leakage.noisy_growth import grow_under_noise
 from gradaudit.leakage.subspace import Span, span
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
@@ -25,6 +27,7 @@ _NO_STEP = (
     "not identifiable: the adapters' B is still zero (no step was made with them), so their A has no gradient; "
     "an update after the first step carries signal"
 )
+_NOISY = "the update is noisy or rounded: what stands above its noise was read, by the nearest fit"
 
 
 @register
@@ -77,6 +80,9 @@ class Dager(Attack):
                 "this update or is all zero"
             )
         notes: list[str] = []
+        noisy = first.lost is not None or second.lost is not None
+        if noisy and seen.model.causal and self.rank == self.threshold == "gap":
+            return self._under_noise(seen, joint(seen, self.roles))
         if seen.model.causal and self.rank != "paper" and is_full(seen.model, second):
             return self._crowded(seen, first, second)
         if any(s.rank == len(s.values) < seen.model.width for s in (first, second)):
@@ -89,12 +95,12 @@ class Dager(Attack):
             notes.append("not identifiable: nothing stands above the noise")
         if notes:
             return Reconstruction(sequences=(), notes=tuple(notes), details=_ranks(first, second))
-        if first.lost is not None or second.lost is not None:
-            notes.append("the update is noisy or rounded: what stands above its noise was read, by the nearest fit")
+        if noisy:
+            notes.append(_NOISY)
         if seen.model.causal:
             grown = grow(seen, first, second, self._rules())
-            clean = first.lost is None and second.lost is None and self.rank != "paper"
-            found, tried = self._counted(seen, grown.sentences) if clean else grown.sentences, grown.tried
+            found = grown.sentences if noisy or self.rank == "paper" else self._counted(seen, grown.sentences)
+            tried = grown.tried
             notes += grown.notes
         else:
             search = _Products(self, seen, first, second, notes)
@@ -119,7 +125,7 @@ class Dager(Attack):
     def _crowded(self, seen: Observation, first: Span, second: Span) -> Reconstruction:
         """Return what can be read where block 1's row space holds everything: past the width, or under much noise."""
         model = seen.model
-        readable = first.lost is None and second.lost is None and model.depth > 2 and ends_of(seen) is not None
+        readable = model.depth > 2 and ends_of(seen) is not None
         if not readable:
             note = "not identifiable: the row space is full (as many tokens as the width, or noise)"
             return Reconstruction(sequences=(), notes=(note,), details=_ranks(first, second))
@@ -128,6 +134,16 @@ class Dager(Attack):
         told = f"past the width: {len(crowd.found)} sentences were taken out of the gradient one after the other"
         details = _ranks(first, second) | {"candidates": crowd.tried, "taken_out": len(crowd.found)}
         return Reconstruction(sequences=tuple(found), notes=(told, *crowd.notes), details=details)
+
+    def _under_noise(self, seen: Observation, joint: Joint) -> Reconstruction:
+        """Return what a decoder's noisy update tells."""
+        if not joint.spans:
+            note = "not identifiable: nothing stands above the noise, or as many tokens as the width"
+            return Reconstruction(sequences=(), notes=(note,))
+        grown = grow_under_noise(seen, joint, self._rules())
+        ranks = {f"rank_block{s.layer}_{''.join(s.roles)}": s.rank for s in joint.spans}
+        details = ranks | {"candidates": grown.tried}
+        return Reconstruction(sequences=tuple(grown.sentences), notes=(_NOISY, *grown.notes), details=details)
 
     def _rules(self) -> Rules:
         paper = self.threshold == "paper"

@@ -12,7 +12,6 @@ from gradaudit.leakage.subspace import (
     Candidates,
     Span,
     VocabularyCheck,
-    below_wrong,
     cut_above_noise,
     cut_by_gap,
     near_tokens,
@@ -26,12 +25,6 @@ ROUNDING = 5e-6
 """Residuals of true rows in float32: measured at most 3.2e-6 over batches of up to 170 tokens."""
 UNRELATED = 0.05
 """No gap threshold above this: rows that only share words with the batch start near 0.1."""
-_FAR = 3.0
-"""True rows under noise lie within so many times their median residual, but for few."""
-_ASTRAY, _LOST = 4, 10.0
-"""So many rows in a row, each so many times the median of those before, end a prefix under noise."""
-_DECOYS = 64
-"""Tokens spread over the vocabulary whose rows, under noise, show where wrong ones lie."""
 _REPEATS = 16
 """Longest run of one token a rotary sentence may start with: see `grow`."""
 
@@ -68,6 +61,7 @@ class AcceptedTokens:
         self._model, self._first, self._tolerance = model, first, tolerance
         self._check = VocabularyCheck(model.first_input_parts(), first)
         self._near: dict[int, Candidates] = {}
+        self._rough: dict[int, Tensor] = {}
         special = model.special
         never = sorted(special.ids - {*special.prefix, *special.suffix})
         self._never = torch.tensor(never, dtype=torch.long, device=first.basis.device)
@@ -88,6 +82,14 @@ class AcceptedTokens:
         elif limit is None:
             limit = cut_by_gap(near.residuals, ROUNDING, UNRELATED)
         ids = near.below(limit).ids
+        return ids[~torch.isin(ids, self._never)]
+
+    def nearest(self, position: int, count: int) -> Tensor:
+        """Return the ids nearest at a position, whatever their distance, at most `count`."""
+        place = position if self._model.absolute_positions else 0
+        if place not in self._rough:
+            self._rough[place] = self._check.rough(place).argsort()
+        ids = self._rough[place][:count]
         return ids[~torch.isin(ids, self._never)]
 
 
@@ -121,13 +123,9 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
     model, size = seen.model, seen.knowledge.batch_size
     accepted = AcceptedTokens(model, first, rules.token)
     grown, tried, notes = _from(0, seen, accepted, second, rules)
-    if second.lost is not None:
-        grown = _trimmed(grown)
-    sentences = [s for s in grown if s and not _phantom(model, s)]
-    sentences += [s[:1] for s in grown if _phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
-    if second.lost is not None:
-        sentences = sorted(sentences, key=lambda s: max(grown.get(s, [0.0])))[:size]
-    elif size is None or len(sentences) < size:
+    sentences = [s for s in grown if s and not phantom(model, s)]
+    sentences += [s[:1] for s in grown if phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
+    if size is None or len(sentences) < size:
         sentences += _inner_ends(seen, sentences, rules.fixed_rank)
         if model.absolute_positions and not rules.fixed_rank:
             later, more = _later(seen, accepted, second, rules, sentences)
@@ -137,52 +135,37 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
 
 def _from(
     start: int, seen: Observation, accepted: AcceptedTokens, second: Span, rules: Rules
-) -> tuple[dict[tuple[int, ...], list[float]], int, list[str]]:
-    """Return what grows from a position on: residuals along each text, prefixes tested, and notes."""
-    model, size = seen.model, seen.knowledge.batch_size
+) -> tuple[list[tuple[int, ...]], int, list[str]]:
+    """Return what grows from a position on, prefixes tested, and notes."""
+    model = seen.model
     device = second.basis.device
     prefixes = torch.zeros((1, 0), dtype=torch.long, device=device)
-    step_of = max(1, model.vocabulary_size // _DECOYS)
-    decoys = torch.arange(step_of // 2, model.vocabulary_size, step_of, device=device)
-    grown: dict[tuple[int, ...], list[float]] = {}
-    along = torch.zeros((1, 0), device=device)
+    grown: list[tuple[int, ...]] = []
     notes: list[str] = []
     tried = 0
     for position in range(min(rules.longest, model.max_length - start)):
         candidates = accepted.at(start + position)
         if len(candidates) == 0:
             break
-        limit, asked = rules.row, candidates
-        if limit is None and second.lost is not None:  # where wrong rows lie is read from rows that surely are
-            asked = torch.cat([candidates, decoys[~torch.isin(decoys, candidates)]])
-        residuals = extension_residuals(model, second, prefixes, asked, start)
-        if limit is None and second.lost is not None:
-            limit = below_wrong(residuals.flatten(), size or second.rank)
-        elif limit is None:
-            limit = cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED)
-        residuals = residuals[:, : len(candidates)]
+        residuals = extension_residuals(model, second, prefixes, candidates, start)
+        limit = rules.row if rules.row is not None else cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED)
         tried += residuals.numel()
         fits = residuals < limit
-        if second.lost is not None:
-            fits &= ~_lost_its_way(along)[:, None]
         if position >= _REPEATS and not model.absolute_positions:
             runs = (prefixes == prefixes[:, :1]).all(1)
             fits &= ~(runs[:, None] & (candidates[None] == prefixes[:, :1]))
-        for row in torch.where(~fits.any(1))[0].tolist():
-            grown[tuple(prefixes[row].tolist())] = along[row].tolist()
+        grown += [tuple(prefixes[row].tolist()) for row in torch.where(~fits.any(1))[0].tolist()]
         parent, token = torch.where(fits)
         if len(parent) == 0:
-            prefixes, along = prefixes[:0], along[:0]
+            prefixes = prefixes[:0]
             break
         if len(parent) > rules.most:
             keep = residuals[parent, token].argsort()[: rules.most]
             parent, token = parent[keep], token[keep]
             notes = [f"more than {rules.most} prefixes fit; the nearest were kept"]
         prefixes = torch.cat([prefixes[parent], candidates[token][:, None]], 1)
-        along = torch.cat([along[parent], residuals[parent, token][:, None]], 1)
         step(f"growing {len(prefixes)} prefixes", position + 1)
-    grown |= {tuple(row): path for row, path in zip(prefixes.tolist(), along.tolist(), strict=True)}
-    return grown, tried, notes
+    return grown + [tuple(row) for row in prefixes.tolist()], tried, notes
 
 
 def _later(
@@ -214,42 +197,8 @@ def _later(
     return later, tried
 
 
-def _lost_its_way(along: Tensor) -> Tensor:
-    """Say which prefixes, [P], ended some rows ago: the last few are all far from where the rows before were.
-
-    Args:
-        along: [P, t] residuals of each prefix's rows, found under noise, where a few wrong rows always pass.
-    """
-    if along.shape[1] < 2 * _ASTRAY:
-        return torch.zeros(len(along), dtype=torch.bool, device=along.device)
-    before, last = along[:, :-_ASTRAY], along[:, -_ASTRAY:]
-    return last.amin(1) > _LOST * before.median(1).values
-
-
-def _trimmed(grown: dict[tuple[int, ...], list[float]]) -> dict[tuple[int, ...], list[float]]:
-    """Return what grew under noise without the wrong rows at its ends, and without beginnings of other sentences.
-
-    A few wrong rows pass at every position. Behind one all rows are wrong, so those that lead nowhere are at the ends,
-    and apart from the true rows of all sentences by the widest gap.
-
-    Args:
-        grown: by sentence, the residuals of its rows.
-    """
-    every = torch.tensor([value for path in grown.values() for value in path])
-    if len(every) == 0:
-        return grown
-    low, high = _FAR * float(every.median()), float(every.max())
-    cut = cut_by_gap(every, low, high) if low < high else high
-    ends: dict[tuple[int, ...], list[float]] = {}
-    for sentence, path in grown.items():
-        length = len(path)
-        while length > 1 and path[length - 1] > cut:
-            length -= 1
-        ends[sentence[:length]] = path[:length]
-    return {s: p for s, p in ends.items() if not any(len(t) > len(s) and t[: len(s)] == s for t in ends)}
-
-
-def _phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:
+def phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:
+    """Say whether a sentence is a run of one token that fits whatever was sent; see `grow`."""
     return not model.absolute_positions and len(sentence) > 1 and len(set(sentence)) == 1
 
 

@@ -167,6 +167,7 @@ def span(
     roles: Sequence[str] = ("q", "k", "v"),
     fixed_rank: bool = False,
     noise: bool = False,
+    sure: bool = False,
 ) -> Span | None:
     """Return the row space of a block's attention gradients, or None when none of them were seen.
 
@@ -176,6 +177,7 @@ def span(
         roles: which of q, k, v to stack; those not shared are passed over.
         fixed_rank: DAGER's fixed tolerance in place of the spectral gap.
         noise: where no value is at the rounding level, take what stands above the noise of the others.
+        sure: there is noise, whatever this block's spectrum looks like.
     """
     parts, used = _parts(seen, layer, roles)
     if not parts:
@@ -188,10 +190,10 @@ def span(
         precision = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
         rank, confidence = gap_rank(values, precision)
         # of adapters' few rows the smallest value may be the batch's; a change of weights is always rounded
-        if noise and (len(values) == stacked.shape[1] or seen.kind == "delta"):
+        if sure or (noise and (len(values) == stacked.shape[1] or seen.kind == "delta")):
             sent = [g for role in used for g in seen.role(layer, role)]
             digits = any(few_digits(g) for g in sent)
-            sure = digits or any(few_values(g) for g in sent)
+            sure = sure or digits or any(few_values(g) for g in sent)
             if sure or float(values[-1]) >= 32 * precision * float(values[0]):
                 return _above_noise(parts, layer, used, digits, sure)
     return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, used)
