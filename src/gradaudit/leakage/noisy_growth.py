@@ -19,12 +19,18 @@ _WORDS = (2, 128)
 """Words looked at a position: so many times the directions, and at least so many."""
 _LACKING = (0.97, 1024)
 """Below this share of the directions some words are lost in the noise, and may be so far down the list."""
+_SCANNED = 4
+"""So many times the directions where they are told by other matrices."""
 _SAMPLES = 2
 """After so many prefixes all words of the vocabulary are tried, where block 0's q, k and v do not tell them."""
 _FAR = 3.0
 """True rows under noise lie within so many times their median residual, but for few."""
 _BELOW = 1.0
 """Rows so far below the wrong ones, as a logarithm, are true."""
+_LONGER = 1.2
+"""Directions that noise hides, as a share."""
+_PEAK = 6
+"""A prefix that has spoken against itself for so many rows ended before them."""
 _ASTRAY, _LOST = 4, 3.0
 """So many rows in a row, each so many times as far as true ones in the middle, end a prefix."""
 _DOUBT = 0.7
@@ -59,7 +65,9 @@ def grow_under_noise(seen: Observation, joint: Joint, rules: Rules) -> Grown:
     grown: dict[tuple[int, ...], list[float]] = {}
     margins: dict[tuple[int, ...], list[float]] = {}
     tried = 0
-    for position in range(min(rules.longest, model.max_length)):
+    # each row of a text is a direction, so none is longer than there are
+    longest = round(_LONGER * joint.rank) + _ASTRAY
+    for position in range(min(rules.longest, model.max_length, longest)):
         candidates = words.after(prefixes)
         asked = torch.cat([candidates, decoys[~torch.isin(decoys, candidates)]])
         residuals = joint_residuals(model, joint.spans, prefixes, asked)
@@ -100,7 +108,9 @@ class _Words:
         self._model, self._joint = model, joint
         self._accepted = None if joint.words is None else AcceptedTokens(model, joint.words, None)
         share, least = _WORDS
-        if joint.words is None or joint.words.rank < _LACKING[0] * joint.rank:
+        if joint.words is None:
+            share = _SCANNED
+        elif joint.words.rank < _LACKING[0] * joint.rank:
             least = _LACKING[1]
         self._count = min(max(share * joint.rank, least), model.vocabulary_size)
         self._scanned: dict[int, Tensor] = {}
@@ -121,13 +131,13 @@ class _Words:
 
 
 def _free(model: TextModel, prefixes: Tensor, words: Tensor) -> Tensor:
-    """Say which continuations, [P, C], repeat a text's first token, and so fit without positions whatever was sent.
+    """Say which continuations, [P, C], repeat a text's first or last token: without positions, they tell nothing.
 
-    A run of one token has the rows of that token alone (see `growth.grow`), and a text of it mostly, nearly.
+    A run of one token has the rows of that token alone (see `growth.grow`), and a text that is mostly one, nearly.
     """
     if model.absolute_positions or prefixes.shape[1] == 0:
         return torch.zeros((len(prefixes), len(words)), dtype=torch.bool, device=prefixes.device)
-    return words == prefixes[:, :1]
+    return (words == prefixes[:, :1]) | (words == prefixes[:, -1:])
 
 
 def _limit(residuals: Tensor, size: int) -> tuple[float, float]:
@@ -183,7 +193,10 @@ def _lost_its_way(along: Tensor, below: Tensor) -> Tensor:
     lost = below[:, -_ASTRAY:].amax(1) < _BELOW
     true = along[below >= _BELOW]
     nearest = along.masked_fill(below == 0, torch.inf)[:, -_ASTRAY:].amin(1)
-    return lost & (nearest > _LOST * true.median()) if len(true) else lost
+    if len(true):
+        lost &= nearest > _LOST * true.median()
+    peak = (below - _DOUBT).cumsum(1).argmax(1)
+    return lost | (along.shape[1] - 1 - peak >= _PEAK)
 
 
 def _trimmed(grown: dict[tuple[int, ...], list[float]]) -> dict[tuple[int, ...], list[float]]:
