@@ -39,6 +39,8 @@ _DECOYS = 64
 """Tokens spread over the vocabulary whose rows show where wrong ones lie."""
 _CLEAR = 3.0
 """A gap this wide is between true rows and wrong ones."""
+_TOP = 0.3
+"""Where the gap ends, as a share of where most wrong rows lie."""
 _SPARE = 4
 """So many more rows than the batch has sentences may lie as near as true ones."""
 _BEAM = (2, 8)
@@ -152,7 +154,8 @@ def _limit(residuals: Tensor, size: int) -> tuple[float, float]:
     high, most = below_wrong(residuals, size), below_wrong(residuals, size + _SPARE)
     near = residuals[residuals < high].sort().values.clamp_min(ROUNDING)
     near = torch.cat([near, near.new_tensor([high])])
-    clear = torch.where(near[1:] > _CLEAR * near[:-1])[0]
+    # a gap far below the wrong rows is one between true ones
+    clear = torch.where((near[1:] > _CLEAR * near[:-1]) & (near[1:] > _TOP * high))[0]
     limit = most if len(clear) == 0 else float((near[clear[-1]] * near[clear[-1] + 1]).sqrt())
     return limit, most
 
