@@ -75,7 +75,7 @@ def test_the_limit_is_in_the_last_clear_gap_and_above_all_where_none_is():
     limit, most = _limit(torch.cat([torch.tensor([1e-4, 9e-3, 1e-2]), wrong]), 3)
     assert 1e-2 < limit < 0.2, "true rows a hundred times apart are all true"
     assert most > limit
-    limit, most = _limit(torch.cat([torch.tensor([1e-3, 5e-3, 0.07]), wrong]), 3)
+    limit, most = _limit(torch.cat([torch.tensor([1e-3, 5e-3, 0.05, 0.1]), wrong]), 3)
     assert limit == most, "a gap between true rows alone ends no sentence"
     limit, most = _limit(torch.cat([torch.tensor([0.12, 0.13]), wrong]), 2)
     assert limit == most > 0.13, "no gap: the nearest few go on, and what follows them tells"
