@@ -7,7 +7,7 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.leakage.joint import joint, joint_residuals
-from gradaudit.leakage.noisy_growth import _chosen, _free, _limit
+from gradaudit.leakage.noisy_growth import _chosen, _free, _limit, _lost_its_way
 from gradaudit.leakage.prefixes import leaf_values
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -68,6 +68,40 @@ def test_the_joint_residual_is_the_geometric_mean_and_odd_ranks_are_left_out(loa
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
     loud = joint(noisy(seen, torch.Generator().manual_seed(1), 30.0, 0.0))
     assert {s.roles for s in loud.spans} <= {("o",), ("f",), ("p",)}
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_matrix_of_far_more_directions_than_the_others_is_left_out(load, family):
+    """As integers of one scale leave them: few large entries, no noise's spectrum, and directions that no row made."""
+    model = load(family)
+    whole = seen_of(Client(model), batch_of(model, sentences((5, 4), 2)))
+    seen = noisy(whole, torch.Generator().manual_seed(0), 1e-5, 1e-5)
+    rng = torch.Generator().manual_seed(1)
+    ears = {view.parameter for layer in range(model.depth) for r in "qkv" for view in model.views(layer, r)}
+
+    basis = torch.randn((3 * model.width // 4, model.width), generator=rng)
+
+    def full(value):
+        turned = family == "gpt2"  # its matrices are [in, out]
+        made = torch.randn((value.shape[turned], len(basis)), generator=rng) @ basis
+        made += 1e-4 * torch.randn(made.shape, generator=rng)
+        return made.T if turned else made
+
+    made = {n: full(v) for n, v in seen.tensors.items() if v.ndim == 2 and seen.views[n].parameter in ears}
+    odd = replace(seen, tensors={**seen.tensors, **made})
+    assert {s.roles for s in joint(seen).spans} > {("o",), ("f",), ("p",)}
+    found = joint(odd)
+    assert found.words is None
+    assert {s.roles for s in found.spans} == {("o",), ("f",), ("p",)}
+
+
+def test_a_prefix_that_speaks_against_itself_for_six_rows_has_ended():
+    true, doubtful = [2.0] * 6, [0.5] * 6
+    below = torch.tensor([[*true, *doubtful], [*true, *true]])
+    along = 0.1 * (-below).exp()
+    along[0, 6:] = 0.02  # not three times as far as true rows: distances alone would not tell
+    assert _lost_its_way(along, below).tolist() == [True, False]
+    assert _lost_its_way(along[:, :-1], below[:, :-1]).tolist() == [False, False]
 
 
 def test_the_limit_is_in_the_last_clear_gap_and_above_all_where_none_is():
