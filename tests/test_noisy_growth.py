@@ -121,6 +121,8 @@ def test_sentences_are_chosen_by_what_they_alone_explain():
     paths = {s: [0.01] * len(s) for s in margins}
     assert _chosen(paths, margins, 2) == [long, short], "the branch is longer than the short one, and not its own"
     assert _chosen(paths, margins, 1) == [long]
+    weak = {(90, 91): [0.2, 0.3]}
+    assert _chosen(paths | weak, margins | weak, 9) == [long, short, branch], "what wrong rows reach too is no sentence"
 
 
 def test_first_and_last_tokens_again_tell_nothing_without_positions(load):

@@ -143,7 +143,8 @@ class Dager(Attack):
         grown = grow_under_noise(seen, joint, self._rules())
         ranks = {f"rank_block{s.layer}_{''.join(s.roles)}": s.rank for s in joint.spans}
         details = ranks | {"candidates": grown.tried}
-        return Reconstruction(sequences=tuple(grown.sentences), notes=(_NOISY, *grown.notes), details=details)
+        note = _NOISY if grown.sentences else "not identifiable: no text lies in what stands above the noise"
+        return Reconstruction(sequences=tuple(grown.sentences), notes=(note, *grown.notes), details=details)
 
     def _rules(self) -> Rules:
         paper = self.threshold == "paper"

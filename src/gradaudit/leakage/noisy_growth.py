@@ -176,6 +176,8 @@ def _chosen(
     new = {s: sum(row) for s, row in own.items()}
     while new and len(found) < size:
         best = max(new, key=lambda s: new[s])
+        if new[best] <= 0:
+            break  # noise alone grows such texts
         found.append(best)
         del new[best]
         for other in new:
