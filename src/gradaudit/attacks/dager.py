@@ -83,7 +83,7 @@ class Dager(Attack):
         noisy = first.lost is not None or second.lost is not None
         if noisy and seen.model.causal and self.rank == self.threshold == "gap":
             return self._under_noise(seen, joint(seen, self.roles))
-        if seen.model.causal and self.rank != "paper" and is_full(seen.model, second):
+        if seen.model.causal and not noisy and self.rank != "paper" and is_full(seen.model, second):
             return self._crowded(seen, first, second)
         if any(s.rank == len(s.values) < seen.model.width for s in (first, second)):
             notes.append(
@@ -135,13 +135,13 @@ class Dager(Attack):
         details = _ranks(first, second) | {"candidates": crowd.tried, "taken_out": len(crowd.found)}
         return Reconstruction(sequences=tuple(found), notes=(told, *crowd.notes), details=details)
 
-    def _under_noise(self, seen: Observation, joint: Joint) -> Reconstruction:
+    def _under_noise(self, seen: Observation, read: Joint) -> Reconstruction:
         """Return what a decoder's noisy update tells."""
-        if not joint.spans:
+        if not read.spans:
             note = "not identifiable: nothing stands above the noise, or as many tokens as the width"
             return Reconstruction(sequences=(), notes=(note,))
-        grown = grow_under_noise(seen, joint, self._rules())
-        ranks = {f"rank_block{s.layer}_{''.join(s.roles)}": s.rank for s in joint.spans}
+        grown = grow_under_noise(seen, read, self._rules())
+        ranks = {f"rank_block{s.layer}_{''.join(s.roles)}": s.rank for s in read.spans}
         details = ranks | {"candidates": grown.tried}
         note = _NOISY if grown.sentences else "not identifiable: no text lies in what stands above the noise"
         return Reconstruction(sequences=tuple(grown.sentences), notes=(note, *grown.notes), details=details)

@@ -70,9 +70,7 @@ def joint(seen: Observation, roles: Sequence[str] = ("q", "k", "v")) -> Joint:
 
 
 @torch.no_grad()
-def joint_residuals(
-    model: TextModel, spans: Sequence[Span], prefixes: Tensor, candidates: Tensor, start: int = 0
-) -> Tensor:
+def joint_residuals(model: TextModel, spans: Sequence[Span], prefixes: Tensor, candidates: Tensor) -> Tensor:
     """Return the geometric mean, over some row spaces, of how far each candidate lies after each prefix, [P, C].
 
     Args:
@@ -80,10 +78,9 @@ def joint_residuals(
         spans: row spaces.
         prefixes: [P, t] token ids, t may be 0.
         candidates: [C] token ids.
-        start: position of a prefix's first token.
     """
     each = candidates.expand(len(prefixes), -1)
     measures = [((s.layer, s.roles[0]), s.residual) for s in spans]
-    values = leaf_values(model, prefixes, each, measures, start)
+    values = leaf_values(model, prefixes, each, measures)
     mean: Tensor = values.clamp_min(_NOTHING).log().mean(0).exp()
     return mean

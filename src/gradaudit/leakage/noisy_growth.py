@@ -28,7 +28,7 @@ _FAR = 3.0
 _BELOW = 1.0
 """Rows so far below the wrong ones, as a logarithm, are true."""
 _LONGER = 1.2
-"""Directions that noise hides, as a share."""
+"""A text has at most so many times the directions that stand above the noise, and a few more."""
 _PEAK = 6
 """A prefix that has spoken against itself for so many rows ended before them."""
 _ASTRAY, _LOST = 4, 3.0
