@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.leakage.prefixes import extension_residuals, prefix_residuals
+from gradaudit.leakage import prefixes as prefixes_module
+from gradaudit.leakage.prefixes import Attended, blocks_for, extension_residuals, leaf_values, prefix_residuals
 from gradaudit.leakage.subspace import Span
 from tiny_models import DECODERS, hidden_states
 
@@ -30,3 +31,43 @@ def test_tree_of_candidates_equals_one_run_for_each(load, family, layer):
     for end, residual in enumerate(prefix_residuals(model, span, sentence), 1):
         alone = hidden_states(model, torch.tensor([sentence[:end]]), layer)[:, -1]
         torch.testing.assert_close(residual, span.residual(alone)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("family", DECODERS)
+def test_what_earlier_positions_left_changes_nothing(load, family, start, monkeypatch):
+    """Prefixes that grow, branch, end and come back must be measured as if each were run from its first token."""
+    model = load(family)
+    rng = torch.Generator().manual_seed(start)
+    measures = [((0, "p"), lambda x: x[..., 3]), ((1, "q"), lambda x: x[..., 1]), ((2, "q"), lambda x: x[..., 2])]
+    candidates = torch.randint(1, model.vocabulary_size, (5, 9), generator=rng)
+    attended = Attended(model, blocks_for(key for key, _ in measures), start)
+    runs = []
+    run = model.attended
+    monkeypatch.setattr(model, "attended", lambda *given: runs.append(given[1].shape) or run(*given))
+    prefixes = torch.randint(1, model.vocabulary_size, (5, 1), generator=rng)
+    for parents in ([0, 0, 1, 4, 2], [4, 3, 3, 0, 1], [2, 2, 2, 2, 2]):
+        for some in (prefixes[:2], prefixes):
+            found = leaf_values(model, some, candidates[: len(some)], measures, start, attended)
+            anew = leaf_values(model, some, candidates[: len(some)], measures, start)
+            torch.testing.assert_close(found, anew, rtol=1e-4, atol=1e-5)
+        others = torch.randint(1, model.vocabulary_size, (5, 1), generator=rng)
+        prefixes = torch.cat([prefixes[parents], others], 1)
+    kept = [shape for shape in runs[2:] if shape[1] == 1]
+    assert len(kept) >= 4, "later positions are run by their last tokens alone"
+    stranger = torch.randint(1, model.vocabulary_size, (2, 3), generator=rng)
+    found = leaf_values(model, stranger, candidates[:2], measures, start, attended)
+    torch.testing.assert_close(
+        found, leaf_values(model, stranger, candidates[:2], measures, start), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_too_many_keys_and_values_are_not_kept(load, monkeypatch):
+    model = load("gpt2")
+    monkeypatch.setattr(prefixes_module, "_REMEMBERED", 1)
+    attended = Attended(model, 1)
+    assert attended.of(torch.tensor([[5, 9]])) is None
+    measures = [((1, "q"), lambda x: x[..., 1])]
+    ids, candidates = torch.tensor([[5, 9], [7, 3]]), torch.tensor([[4, 6], [8, 2]])
+    found = leaf_values(model, ids, candidates, measures, attended=attended)
+    torch.testing.assert_close(found, leaf_values(model, ids, candidates, measures))

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.crowd import Crowd, is_full
+from gradaudit.leakage.embedding_rows import words_of
 from gradaudit.leakage.ends import ends_of
 from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
 from gradaudit.leakage.joint import Joint, joint
@@ -38,8 +39,8 @@ class Dager(Attack):
     Decoders grow prefixes token by token; encoders try the products of the tokens accepted at each position,
     shortest sentence first. Exact while dropout is off and tokens stay below the width; encoder batches grow
     combinatorially. With a next-token loss the last token of a sentence has no gradient in any block (nothing attends
-    to it and nothing is predicted from it), so each sentence comes back without it. With `rank`, `threshold` and
-    `roles` at "paper", "paper" and ("q",) it is the published method.
+    to it and nothing is predicted from it), so each sentence comes back without it. With `rank`, `threshold`,
+    `roles` and `embedding_rows` at "paper", "paper", ("q",) and False it is the published method.
     """
 
     name: ClassVar[str] = "dager"
@@ -70,6 +71,13 @@ class Dager(Attack):
         256, "decoder past the width: widest beam of prefixes; time grows with it", source="ours; benchmarks/dager.py"
     )
 
+    embedding_rows: bool = hyper(
+        True,
+        "take words only from the non-zero rows of the word embedding's gradient, where it is shared and not tied to "
+        "an output layer",
+        source="ours: the paper reads attention gradients alone",
+    )
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         first, second = self._span(seen, 0), self._span(seen, 1)
         if (first is None or second is None) and seen.model.spec.lora is not None and self._silent(seen):
@@ -98,7 +106,7 @@ class Dager(Attack):
         if noisy:
             notes.append(_NOISY)
         if seen.model.causal:
-            grown = grow(seen, first, second, self._rules())
+            grown = grow(seen, first, second, self._rules(seen))
             found = grown.sentences if noisy or self.rank == "paper" else self._counted(seen, grown.sentences)
             tried = grown.tried
             notes += grown.notes
@@ -129,7 +137,7 @@ class Dager(Attack):
         if not readable:
             note = "not identifiable: the row space is full (as many tokens as the width, or noise)"
             return Reconstruction(sequences=(), notes=(note,), details=_ranks(first, second))
-        crowd = Crowd(seen, self._rules(), most=self.max_beam)
+        crowd = Crowd(seen, self._rules(seen), most=self.max_beam)
         found = crowd.sentences()
         told = f"past the width: {len(crowd.found)} sentences were taken out of the gradient one after the other"
         details = _ranks(first, second) | {"candidates": crowd.tried, "taken_out": len(crowd.found)}
@@ -140,13 +148,13 @@ class Dager(Attack):
         if not read.spans:
             note = "not identifiable: nothing stands above the noise, or as many tokens as the width"
             return Reconstruction(sequences=(), notes=(note,))
-        grown = grow_under_noise(seen, read, self._rules())
+        grown = grow_under_noise(seen, read, self._rules(seen))
         ranks = {f"rank_block{s.layer}_{''.join(s.roles)}": s.rank for s in read.spans}
         details = ranks | {"candidates": grown.tried}
         note = _NOISY if grown.sentences else "not identifiable: no text lies in what stands above the noise"
         return Reconstruction(sequences=tuple(grown.sentences), notes=(note, *grown.notes), details=details)
 
-    def _rules(self) -> Rules:
+    def _rules(self, seen: Observation) -> Rules:
         paper = self.threshold == "paper"
         return Rules(
             token=self.token_tolerance if paper else None,
@@ -154,6 +162,7 @@ class Dager(Attack):
             longest=self.max_length,
             most=self.max_prefixes,
             fixed_rank=self.rank == "paper",
+            words=words_of(seen) if self.embedding_rows else None,
         )
 
     def _span(self, seen: Observation, layer: int) -> Span | None:
@@ -183,7 +192,8 @@ class _Products:
 
     def __post_init__(self) -> None:
         self.model = self.seen.model
-        self.accepted = AcceptedTokens(self.model, self.first, self.attack._rules().token)
+        rules = self.attack._rules(self.seen)
+        self.accepted = AcceptedTokens(self.model, self.first, rules.token, rules.words)
         self.size = self.seen.knowledge.batch_size
         self.longest = min(self.attack.max_length, self.model.max_length)
 

@@ -20,7 +20,7 @@ from gradaudit.leakage.deflation import Remainder, matrices_of, remainder, sente
 from gradaudit.leakage.ends import Ends
 from gradaudit.leakage.evidence import Deviation, Measure, deviation, leverage_of, outside_of
 from gradaudit.leakage.growth import AcceptedTokens, Rules, grow
-from gradaudit.leakage.prefixes import leaf_values
+from gradaudit.leakage.prefixes import Attended, blocks_for, leaf_values
 from gradaudit.leakage.subspace import Span
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -163,12 +163,13 @@ class Crowd:
         """Grow the likeliest prefixes, take out those that are sentences, and return the likeliest of the others."""
         model, quiet = self.model, 0
         full = is_full(model, first)
-        accepted = None if full else AcceptedTokens(model, first, self.rules.token)
+        accepted = None if full else AcceptedTokens(model, first, self.rules.token, self.rules.words)
         words = leverage_of(self.rest.stacked(0), 0, self.usual[0, "q"])
         prefixes = torch.zeros((1, 0), dtype=torch.long, device=first.basis.device)
         score = torch.zeros(1, device=first.basis.device)
         likely: dict[tuple[int, ...], float] = {}
         measures = self._measures()
+        self.attended = Attended(model, blocks_for(self.usual))
         for position in range(min(self.rules.longest, model.max_length)):
             candidates = accepted.at(position) if accepted is not None else self._likely_words(words, position)
             if len(candidates) == 0 or len(self.found) >= self.size or quiet >= patience:
@@ -187,6 +188,8 @@ class Crowd:
 
     def _likely_words(self, words: Measure, position: int) -> Tensor:
         """Return the ids that may be in the batch, where block 0's row space is full too."""
+        if self.rules.words is not None:
+            return self.rules.words
         place = position if self.model.absolute_positions else 0
         count = min(int(_WORDS * self.model.width), self.model.vocabulary_size)
         return words(self.model.first_inputs(place)).topk(count, largest=False).indices
@@ -254,7 +257,9 @@ class Crowd:
 
     def _rated(self, measures: Sequence[Deviation], prefixes: Tensor, words: Tensor) -> Tensor:
         self.tried += words.numel()
-        return leaf_values(self.model, prefixes, words, [(one.measure.key, one) for one in measures])
+        return leaf_values(
+            self.model, prefixes, words, [(one.measure.key, one) for one in measures], attended=self.attended
+        )
 
     def _take_out(self, sentences: Iterable[tuple[int, ...]], ends: Ends) -> bool:
         """Take the sentences that were sent out of the gradient, and say whether there was one."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.prefixes import extension_residuals, prefix_residuals
+from gradaudit.leakage.prefixes import Attended, extension_residuals, prefix_residuals
 from gradaudit.leakage.subspace import (
     Candidates,
     Span,
     VocabularyCheck,
     cut_above_noise,
     cut_by_gap,
+    measured_tokens,
     near_tokens,
     span,
 )
@@ -39,6 +41,7 @@ class Rules:
         longest: positions looked at.
         most: prefixes kept at once: bounds memory.
         fixed_rank: ranks by DAGER's fixed tolerance in place of the gap.
+        words: [n] ids that the batch is made of, where the word embedding's rows name them; None for any.
     """
 
     token: float | None = None
@@ -46,6 +49,7 @@ class Rules:
     longest: int = 512
     most: int = 4096
     fixed_rank: bool = False
+    words: Tensor | None = None
 
 
 class AcceptedTokens:
@@ -55,22 +59,31 @@ class AcceptedTokens:
         model: the model.
         first: block 0's span.
         tolerance: None takes the widest gap.
+        words: [n] ids that the batch is made of, where they are known: no others are looked at.
     """
 
-    def __init__(self, model: TextModel, first: Span, tolerance: float | None) -> None:
+    def __init__(self, model: TextModel, first: Span, tolerance: float | None, words: Tensor | None = None) -> None:
         self._model, self._first, self._tolerance = model, first, tolerance
-        self._check = VocabularyCheck(model.first_input_parts(), first)
         self._near: dict[int, Candidates] = {}
         self._rough: dict[int, Tensor] = {}
         special = model.special
         never = sorted(special.ids - {*special.prefix, *special.suffix})
         self._never = torch.tensor(never, dtype=torch.long, device=first.basis.device)
+        self._words = None if words is None else words[~torch.isin(words, self._never)]
+
+    @cached_property
+    def _check(self) -> VocabularyCheck:
+        return VocabularyCheck(self._model.first_input_parts(), self._first)
 
     def at(self, position: int) -> Tensor:
         """Return the ids accepted at a position, nearest first."""
+        if self._words is not None and not self._model.absolute_positions:
+            return self._words  # without positions a word of the batch fits anywhere
         place = position if self._model.absolute_positions else 0
         first, limit = self._first, self._tolerance
-        if place not in self._near:
+        if place not in self._near and self._words is not None and first.lost is None:
+            self._near[place] = measured_tokens(self._model, self._words, first, place)
+        elif place not in self._near:
             rough = self._check.rough(place)
             within = UNRELATED
             if first.lost is not None:  # the vocabulary itself tells where wrong tokens lie
@@ -82,13 +95,18 @@ class AcceptedTokens:
         elif limit is None:
             limit = cut_by_gap(near.residuals, ROUNDING, UNRELATED)
         ids = near.below(limit).ids
+        if self._words is not None:
+            return ids[torch.isin(ids, self._words)]
         return ids[~torch.isin(ids, self._never)]
 
     def nearest(self, position: int, count: int) -> Tensor:
         """Return the ids nearest at a position, whatever their distance, at most `count`."""
+        if self._words is not None and len(self._words) <= count:
+            return self._words
         place = position if self._model.absolute_positions else 0
         if place not in self._rough:
-            self._rough[place] = self._check.rough(place).argsort()
+            order = self._check.rough(place).argsort()
+            self._rough[place] = order if self._words is None else order[torch.isin(order, self._words)]
         ids = self._rough[place][:count]
         return ids[~torch.isin(ids, self._never)]
 
@@ -121,7 +139,7 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
         rules: tolerances and bounds.
     """
     model, size = seen.model, seen.knowledge.batch_size
-    accepted = AcceptedTokens(model, first, rules.token)
+    accepted = AcceptedTokens(model, first, rules.token, rules.words)
     grown, tried, notes = _from(0, seen, accepted, second, rules)
     sentences = [s for s in grown if s and not phantom(model, s)]
     sentences += [s[:1] for s in grown if phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
@@ -143,11 +161,12 @@ def _from(
     grown: list[tuple[int, ...]] = []
     notes: list[str] = []
     tried = 0
+    attended = Attended(model, second.layer, start)
     for position in range(min(rules.longest, model.max_length - start)):
         candidates = accepted.at(start + position)
         if len(candidates) == 0:
             break
-        residuals = extension_residuals(model, second, prefixes, candidates, start)
+        residuals = extension_residuals(model, second, prefixes, candidates, start, attended)
         limit = rules.row if rules.row is not None else cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED)
         tried += residuals.numel()
         fits = residuals < limit

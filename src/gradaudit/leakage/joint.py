@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.prefixes import leaf_values
+from gradaudit.leakage.prefixes import Attended, leaf_values
 from gradaudit.leakage.subspace import Span, span
 from gradaudit.models.base import TextModel
 from gradaudit.types import Observation
@@ -70,7 +70,13 @@ def joint(seen: Observation, roles: Sequence[str] = ("q", "k", "v")) -> Joint:
 
 
 @torch.no_grad()
-def joint_residuals(model: TextModel, spans: Sequence[Span], prefixes: Tensor, candidates: Tensor) -> Tensor:
+def joint_residuals(
+    model: TextModel,
+    spans: Sequence[Span],
+    prefixes: Tensor,
+    candidates: Tensor,
+    attended: Attended | None = None,
+) -> Tensor:
     """Return the geometric mean, over some row spaces, of how far each candidate lies after each prefix, [P, C].
 
     Args:
@@ -78,9 +84,10 @@ def joint_residuals(model: TextModel, spans: Sequence[Span], prefixes: Tensor, c
         spans: row spaces.
         prefixes: [P, t] token ids, t may be 0.
         candidates: [C] token ids.
+        attended: what earlier positions' prefixes left, for as many blocks as the row spaces need.
     """
     each = candidates.expand(len(prefixes), -1)
     measures = [((s.layer, s.roles[0]), s.residual) for s in spans]
-    values = leaf_values(model, prefixes, each, measures)
+    values = leaf_values(model, prefixes, each, measures, attended=attended)
     mean: Tensor = values.clamp_min(_NOTHING).log().mean(0).exp()
     return mean

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradaudit.leakage.growth import ROUNDING, AcceptedTokens, Grown, Rules, phantom
 from gradaudit.leakage.joint import Joint, joint_residuals
+from gradaudit.leakage.prefixes import Attended, blocks_for
 from gradaudit.leakage.subspace import below_wrong, cut_by_gap
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -58,8 +59,9 @@ def grow_under_noise(seen: Observation, joint: Joint, rules: Rules) -> Grown:
         rules: bounds; its tolerances are not used.
     """
     model, size = seen.model, seen.knowledge.batch_size or joint.rank
-    words = _Words(model, joint)
+    words = _Words(model, joint, rules.words)
     device = joint.spans[0].basis.device
+    attended = Attended(model, blocks_for((s.layer, s.roles[0]) for s in joint.spans))
     prefixes = torch.zeros((1, 0), dtype=torch.long, device=device)
     along, below = torch.zeros((1, 0), device=device), torch.zeros((1, 0), device=device)
     apart = max(1, model.vocabulary_size // _DECOYS)
@@ -72,7 +74,7 @@ def grow_under_noise(seen: Observation, joint: Joint, rules: Rules) -> Grown:
     for position in range(min(rules.longest, model.max_length, longest)):
         candidates = words.after(prefixes)
         asked = torch.cat([candidates, decoys[~torch.isin(decoys, candidates)]])
-        residuals = joint_residuals(model, joint.spans, prefixes, asked)
+        residuals = joint_residuals(model, joint.spans, prefixes, asked, attended)
         free = _free(model, prefixes, asked)
         limit, wrong = _limit(residuals[~free], size)
         residuals, free = residuals[:, : len(candidates)], free[:, : len(candidates)]
@@ -106,9 +108,9 @@ def grow_under_noise(seen: Observation, joint: Joint, rules: Rules) -> Grown:
 class _Words:
     """The words that may follow some prefixes: the nearest in block 0."""
 
-    def __init__(self, model: TextModel, joint: Joint) -> None:
-        self._model, self._joint = model, joint
-        self._accepted = None if joint.words is None else AcceptedTokens(model, joint.words, None)
+    def __init__(self, model: TextModel, joint: Joint, named: Tensor | None) -> None:
+        self._model, self._joint, self._named = model, joint, named
+        self._accepted = None if joint.words is None else AcceptedTokens(model, joint.words, None, named)
         share, least = _WORDS
         if joint.words is None:
             share = _SCANNED
@@ -120,6 +122,8 @@ class _Words:
     def after(self, prefixes: Tensor) -> Tensor:
         """Return ids, as many at any position."""
         position = prefixes.shape[1]
+        if self._named is not None and len(self._named) <= self._count:
+            return self._named
         if self._accepted is not None:
             return self._accepted.nearest(position, self._count)
         # what a word leaves in block 0 hangs little on what comes before it: one scan does for all positions
@@ -127,8 +131,9 @@ class _Words:
         if place not in self._scanned:
             step("every word of the vocabulary, position", position + 1)
             every = torch.arange(self._model.vocabulary_size, device=prefixes.device)
+            every = every if self._named is None else self._named
             nearest = joint_residuals(self._model, self._joint.first, prefixes[:_SAMPLES], every).amin(0)
-            self._scanned[place] = nearest.topk(self._count, largest=False).indices
+            self._scanned[place] = every[nearest.topk(min(self._count, len(every)), largest=False).indices]
         return self._scanned[place]
 
 

@@ -2,20 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from gradaudit.leakage.subspace import Span
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Past, TextModel
 
 _ROWS = 4096
 """Candidate rows evaluated together: bounds memory, large enough to keep two cores busy."""
+_LEAVES = 256
+"""Candidates of one prefix in a run."""
+_FLOAT = 4
+_REMEMBERED = 2**30
+"""Bytes of keys and values that are kept from one position to the next; more are made anew."""
+
+Measures = Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]]
+"""(block, role) of a matrix, and what takes its input rows [..., in] and returns [...]."""
+
+
+class Attended:
+    """Keys and values of growing prefixes: one whose beginning was asked for before is run by its last token alone.
+
+    Args:
+        model: a decoder.
+        blocks: the first so many.
+        start: position of a prefix's first token.
+    """
+
+    def __init__(self, model: TextModel, blocks: int, start: int = 0) -> None:
+        self._model, self._blocks, self._start = model, blocks, start
+        self._kept: dict[int, tuple[dict[tuple[int, ...], int], Past]] = {}
+
+    def of(self, prefixes: Tensor) -> Past | None:
+        """Return the keys and values of prefixes [P, t], t above 0; None where they are too many to be kept."""
+        length = prefixes.shape[1]
+        if 2 * prefixes.numel() * self._model.width * self._blocks * _FLOAT > _REMEMBERED:
+            self._kept.clear()
+            return None
+        rows = [tuple(row) for row in prefixes.tolist()]
+        past = self._among(length, rows)
+        if past is None:
+            before = self._among(length - 1, [row[:-1] for row in rows])
+            past = self._run(prefixes) if before is None else self._run(prefixes[:, -1:], before)
+            self._kept[length] = ({row: at for at, row in enumerate(rows)}, past)
+        self._kept = {at: kept for at, kept in self._kept.items() if at >= length - 1}
+        return past
+
+    def anew(self, prefixes: Tensor) -> Past:
+        """Return the keys and values of prefixes without keeping them."""
+        return self._model.attended(self._blocks, prefixes, self._start)
+
+    def _among(self, length: int, rows: list[tuple[int, ...]]) -> Past | None:
+        known, past = self._kept.get(length, ({}, ()))
+        if not all(row in known for row in rows):
+            return None
+        at = torch.tensor([known[row] for row in rows], device=past[0][0].device)
+        return [(keys[at], values[at]) for keys, values in past]
+
+    def _run(self, ids: Tensor, before: Past = ()) -> Past:
+        per_run = max(1, _ROWS // ids.shape[1])
+        runs = [
+            self._model.attended(
+                self._blocks,
+                ids[at : at + per_run],
+                self._start,
+                [(keys[at : at + per_run], values[at : at + per_run]) for keys, values in before],
+            )
+            for at in range(0, len(ids), per_run)
+        ]
+        return [(torch.cat([r[b][0] for r in runs]), torch.cat([r[b][1] for r in runs])) for b in range(self._blocks)]
+
+
+def blocks_for(keys: Iterable[tuple[int, str]]) -> int:
+    """Return how many blocks run for what enters some matrices, given as (block, role)."""
+    return max(layer + (role not in "qkv") for layer, role in keys)
 
 
 @torch.no_grad()
-def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidates: Tensor, start: int = 0) -> Tensor:
+def extension_residuals(
+    model: TextModel,
+    span: Span,
+    prefixes: Tensor,
+    candidates: Tensor,
+    start: int = 0,
+    attended: Attended | None = None,
+) -> Tensor:
     """Return the residual of every candidate as the next token of every prefix, [P, C].
 
     All candidates follow their prefix in one sequence as leaves of a tree: each attends to the prefix and to itself
@@ -27,9 +100,10 @@ def extension_residuals(model: TextModel, span: Span, prefixes: Tensor, candidat
         prefixes: [P, t] token ids, t may be 0.
         candidates: [C] token ids.
         start: position of a prefix's first token, later than 0 where a batch was padded on the left.
+        attended: what earlier positions' prefixes left, for `span.layer` blocks.
     """
     each = candidates.expand(len(prefixes), -1)
-    return leaf_values(model, prefixes, each, [((span.layer, "q"), span.residual)], start)[0]
+    return leaf_values(model, prefixes, each, [((span.layer, "q"), span.residual)], start, attended)[0]
 
 
 @torch.no_grad()
@@ -37,8 +111,9 @@ def leaf_values(
     model: TextModel,
     prefixes: Tensor,
     candidates: Tensor,
-    measures: Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]],
+    measures: Measures,
     start: int = 0,
+    attended: Attended | None = None,
 ) -> Tensor:
     """Return measures of what enters some matrices for every candidate after its prefix; see `extension_residuals`.
 
@@ -46,35 +121,38 @@ def leaf_values(
         model: a decoder.
         prefixes: [P, t] token ids, t may be 0.
         candidates: [P, C] token ids, each prefix's own.
-        measures: (block, role) of a matrix, and what takes its input rows [..., in] and returns [...].
+        measures: what is measured, and where.
         start: as there.
+        attended: what earlier positions' prefixes left, for as many blocks as run, or more.
 
     Returns:
         [measures, P, C].
     """
-    leaves = max(1, min(candidates.shape[1], 256))
+    blocks = blocks_for(key for key, _ in measures)
+    before = Attended(model, blocks, start) if attended is None else attended
+    past = before.of(prefixes) if attended is not None and prefixes.shape[1] else None
+    leaves = max(1, min(candidates.shape[1], _LEAVES))
     per_run = max(1, _ROWS // (prefixes.shape[1] + leaves))
-    columns = []
-    for part in torch.split(candidates, leaves, 1):
-        pairs = zip(torch.split(prefixes, per_run), torch.split(part, per_run), strict=True)
-        columns.append(torch.cat([_measured(model, *pair, measures, start) for pair in pairs], 1))
-    return torch.cat(columns, 2)
+    runs = []
+    for at in range(0, len(prefixes), per_run):
+        some = slice(at, at + per_run)
+        if past is not None:
+            behind: Past = [(keys[some], values[some]) for keys, values in past]
+        else:
+            behind = before.anew(prefixes[some]) if prefixes.shape[1] else ()
+        parts = torch.split(candidates[some], leaves, 1)
+        runs.append(torch.cat([_measured(model, behind[:blocks], part, measures, start) for part in parts], 2))
+    return torch.cat(runs, 1)
 
 
-def _measured(
-    model: TextModel,
-    prefixes: Tensor,
-    candidates: Tensor,
-    measures: Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]],
-    start: int,
-) -> Tensor:
-    count, done = prefixes.shape
-    ids = torch.cat([prefixes, candidates], 1)
-    slot = torch.arange(ids.shape[1], device=ids.device)
-    positions = (start + slot.clamp_max(done)).expand_as(ids)
-    allowed = (slot[:, None] >= slot[None]) & (slot[None] < done) | (slot[:, None] == slot[None])
-    inputs = model.matrix_inputs([key for key, _ in measures], ids, positions, allowed.expand(count, -1, -1))
-    return torch.stack([measure(x[:, done:]) for (_, measure), x in zip(measures, inputs, strict=True)])
+def _measured(model: TextModel, past: Past, candidates: Tensor, measures: Measures, start: int) -> Tensor:
+    done = past[0][0].shape[2] if past else 0
+    count, leaves = candidates.shape
+    positions = torch.full_like(candidates, start + done)
+    own = torch.eye(leaves, dtype=torch.bool, device=candidates.device)
+    allowed = torch.cat([own.new_ones(leaves, done), own], 1).expand(count, -1, -1)
+    inputs = model.matrix_inputs([key for key, _ in measures], candidates, positions, allowed, past)
+    return torch.stack([measure(x) for (_, measure), x in zip(measures, inputs, strict=True)])
 
 
 @torch.no_grad()

@@ -342,8 +342,19 @@ def near_tokens(model: TextModel, rough: Tensor, span: Span, position: int, with
         position: 0-based.
         within: the largest residual of interest.
     """
-    ids = torch.where(rough < within + 0.02)[0]
+    return measured_tokens(model, torch.where(rough < within + 0.02)[0], span, position).below(within)
+
+
+def measured_tokens(model: TextModel, ids: Tensor, span: Span, position: int) -> Candidates:
+    """Return tokens with their residuals at one position, measured on the model itself.
+
+    Args:
+        model: the model.
+        ids: [n] tokens.
+        span: block 0's span.
+        position: 0-based.
+    """
     inputs = model.first_inputs(position, ids)
     residuals = span.residual(inputs)
     order = residuals.argsort(stable=True)
-    return Candidates(ids[order], residuals[order], span.expected(inputs)[order]).below(within)
+    return Candidates(ids[order], residuals[order], span.expected(inputs)[order])

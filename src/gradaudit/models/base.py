@@ -88,6 +88,10 @@ class SpecialTokens:
     pad: int
 
 
+Past = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values by block, each [B, heads, T, width of a head]."""
+
+
 @dataclass(frozen=True)
 class FirstInputs:
     """Block 0's inputs in parts: x(t, p) = weight * normalize(words[t] + positions[p]) + bias.
@@ -247,12 +251,26 @@ class TextModel(ABC):
         ids: Tensor,
         positions: Tensor | None = None,
         allowed: Tensor | None = None,
+        past: Past = (),
     ) -> list[Tensor]:
         """Return what enters some matrices, each [B, T, in], from one pass through the blocks that they need.
 
         Args:
             wanted: (block, role) pairs.
-            ids, positions, allowed: as `attention_inputs` takes them.
+            ids, positions: as `attention_inputs` takes them.
+            allowed: as there; [B, T, t + T] behind a past of t tokens.
+            past: a decoder's keys and values of t tokens before these, of all blocks that run (`attended`).
+        """
+
+    @abstractmethod
+    def attended(self, blocks: int, ids: Tensor, start: int = 0, past: Past = ()) -> Past:
+        """Return a decoder's keys and values of the first blocks, for later tokens to attend to.
+
+        Args:
+            blocks: so many.
+            ids: [B, T] token ids.
+            start: position of the first token of all.
+            past: keys and values of t tokens before these; the result holds them too.
         """
 
     @abstractmethod

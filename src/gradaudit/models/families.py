@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from gradaudit.models.base import FirstInputs, View
 
@@ -55,8 +56,10 @@ class Family(ABC):
         """Return what enters block 0 for [B, T] ids at 0-based [B, T] positions, without dropout."""
 
     @abstractmethod
-    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """Run one block on [B, T, d] with an additive [B, 1, T, T] mask."""
+    def run_block(
+        self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
+    ) -> Tensor:
+        """Run one block on [B, T, d] with an additive [B, 1, T, T] mask, [B, 1, T, t + T] behind a decoder's past."""
 
     @abstractmethod
     def first_input_parts(self, longest: int) -> FirstInputs:
@@ -131,7 +134,9 @@ class _Encoder(Family):
         norm = table.LayerNorm
         return FirstInputs(words, table.position_embeddings.weight[rows], norm.weight, norm.bias, norm.eps, True)
 
-    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def run_block(
+        self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
+    ) -> Tensor:
         out = self.blocks[layer](hidden, mask)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
@@ -197,7 +202,9 @@ class MPNet(_Encoder):
     def position_ids(self, positions: Tensor) -> Tensor:
         return positions + int(self.core.embeddings.padding_idx) + 1
 
-    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def run_block(
+        self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
+    ) -> Tensor:
         bias = self.core.encoder.compute_position_bias(hidden)
         out: Tensor = self.blocks[layer](hidden, mask, bias)[0]
         return out
@@ -240,8 +247,10 @@ class GPT2(Family):
         positions = self.core.wpe.weight[:longest]
         return FirstInputs(self.core.wte.weight, positions, norm.weight, norm.bias, norm.eps, True)
 
-    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        out = self.blocks[layer](hidden, None, mask)
+    def run_block(
+        self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
+    ) -> Tensor:
+        out = self.blocks[layer](hidden, past, mask)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 
@@ -292,9 +301,13 @@ class Llama(Family):
         zero = torch.zeros_like(words[:1])
         return FirstInputs(words, zero, norm.weight, zero[0], norm.variance_epsilon, False)
 
-    def run_block(self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def run_block(
+        self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
+    ) -> Tensor:
         rotary = self.core.rotary_emb(hidden, position_ids=positions)
-        out = self.blocks[layer](hidden, attention_mask=mask, position_ids=positions, position_embeddings=rotary)
+        out = self.blocks[layer](
+            hidden, attention_mask=mask, position_ids=positions, past_key_values=past, position_embeddings=rotary
+        )
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 

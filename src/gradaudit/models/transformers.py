@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.cache_utils import DynamicCache
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
-from gradaudit.models.base import ROLES, FirstInputs, ModelSpec, SpecialTokens, TextModel, View
+from gradaudit.models.base import ROLES, FirstInputs, ModelSpec, Past, SpecialTokens, TextModel, View
 from gradaudit.models.families import FAMILIES, Family
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
 
@@ -240,6 +241,7 @@ class TransformersModel(TextModel):
         ids: Tensor,
         positions: Tensor | None = None,
         allowed: Tensor | None = None,
+        past: Past = (),
     ) -> list[Tensor]:
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -250,6 +252,7 @@ class TransformersModel(TextModel):
         attention = {layer for layer, role in wanted if role in "qkv"}
         inside = [(layer, role) for layer, role in wanted if role not in "qkv"]
         found: dict[tuple[int, str], Tensor] = {}
+        before = DynamicCache(past) if past else None
         with self._evaluating(), self._reading(inside, found):
             hidden = self.family.embed(ids, positions)
             run = max([-1, *(layer for layer, _ in inside), *(layer - 1 for layer in attention)])
@@ -257,8 +260,22 @@ class TransformersModel(TextModel):
                 if block in attention:
                     found[block, "q"] = self.family.norm(block, hidden)
                 if block <= run:
-                    hidden = self.family.run_block(block, hidden, mask, positions)
+                    hidden = self.family.run_block(block, hidden, mask, positions, before)
         return [found[layer, "q" if role in "qkv" else role] for layer, role in wanted]
+
+    @torch.no_grad()
+    def attended(self, blocks: int, ids: Tensor, start: int = 0, past: Past = ()) -> Past:
+        behind = past[0][0].shape[2] if past else 0
+        slot = torch.arange(behind + ids.shape[1], device=ids.device)
+        positions = (start + slot[behind:]).expand_as(ids)
+        allowed = (slot[behind:, None] >= slot[None]).expand(len(ids), -1, -1)
+        mask = additive(allowed, self._program._dtype())
+        cache = DynamicCache(past or None)
+        with self._evaluating():
+            hidden = self.family.embed(ids, positions)
+            for block in range(blocks):
+                hidden = self.family.run_block(block, hidden, mask, positions, cache)
+        return [(layer.keys, layer.values) for layer in cache.layers]
 
     @contextmanager
     def _reading(self, wanted: Sequence[tuple[int, str]], found: dict[tuple[int, str], Tensor]) -> Iterator[None]:
