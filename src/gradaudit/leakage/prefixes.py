@@ -15,7 +15,7 @@ _ROWS = 4096
 _LEAVES = 256
 """Candidates of one prefix in a run."""
 _FLOAT = 4
-_REMEMBERED = 2**30
+_REMEMBERED = 2**29
 """Bytes of keys and values that are kept from one position to the next; more are made anew."""
 
 Measures = Sequence[tuple[tuple[int, str], Callable[[Tensor], Tensor]]]
