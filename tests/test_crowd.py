@@ -31,8 +31,8 @@ def crowded(model, seed: int, words=MADE_UP[:12], count: int = 16):
     return batch_of(model, sentences(LENGTHS[:count], seed, words, distinct=False))
 
 
-def attacked(seen):
-    return build("attack", "dager", {})(seen, stream(0, "attack"))
+def attacked(seen, **fields):
+    return build("attack", "dager", fields)(seen, stream(0, "attack"))
 
 
 def test_a_sentence_s_share_is_one_where_taking_it_out_lowers_the_rank():
@@ -55,13 +55,14 @@ def test_labels_of_a_sentence_and_of_its_copies():
     assert copies([0.4, -0.3]) == ()
 
 
+@pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("family", DECODERS)
-def test_twice_as_many_tokens_as_the_width_come_back_exactly(wide, family, seed):
+def test_twice_as_many_tokens_as_the_width_come_back_exactly(wide, family, seed, rows):
     model = wide(family, seed=seed)
     batch = crowded(model, seed)
     assert batch.tokens > 1.9 * WIDTH
-    found = attacked(seen_of(Client(model), batch))
+    found = attacked(seen_of(Client(model), batch), embedding_rows=rows)
     assert Counter(found.sequences) == Counter(tuple(s) for s in batch.sequences())
     assert any("past the width" in note for note in found.notes)
 

@@ -62,6 +62,15 @@ def test_what_earlier_positions_left_changes_nothing(load, family, start, monkey
     )
 
 
+@pytest.mark.parametrize("family", DECODERS)
+def test_what_enters_block_0_is_measured_at_its_position_though_no_block_runs(load, family):
+    model = load(family)
+    ids, measures = torch.tensor([[5, 9, 7]]), [((0, "q"), lambda x: x[..., 1])]
+    found = leaf_values(model, ids[:, :2], ids[:, 2:], measures, attended=Attended(model, 1))
+    torch.testing.assert_close(found[0, 0, 0], hidden_states(model, ids, 0)[0, 2, 1])
+    torch.testing.assert_close(leaf_values(model, ids[:, :2], ids[:, 2:], measures), found)
+
+
 def test_too_many_keys_and_values_are_not_kept(load, monkeypatch):
     model = load("gpt2")
     monkeypatch.setattr(prefixes_module, "_REMEMBERED", 1)

@@ -58,7 +58,7 @@ class Attended:
         known, past = self._kept.get(length, ({}, ()))
         if not all(row in known for row in rows):
             return None
-        at = torch.tensor([known[row] for row in rows], device=past[0][0].device)
+        at = [known[row] for row in rows]
         return [(keys[at], values[at]) for keys, values in past]
 
     def _run(self, ids: Tensor, before: Past = ()) -> Past:
@@ -133,7 +133,7 @@ def leaf_values(
     past = before.of(prefixes) if attended is not None and prefixes.shape[1] else None
     leaves = max(1, min(candidates.shape[1], _LEAVES))
     per_run = max(1, _ROWS // (prefixes.shape[1] + leaves))
-    runs = []
+    position, runs = start + prefixes.shape[1], []
     for at in range(0, len(prefixes), per_run):
         some = slice(at, at + per_run)
         if past is not None:
@@ -141,14 +141,14 @@ def leaf_values(
         else:
             behind = before.anew(prefixes[some]) if prefixes.shape[1] else ()
         parts = torch.split(candidates[some], leaves, 1)
-        runs.append(torch.cat([_measured(model, behind[:blocks], part, measures, start) for part in parts], 2))
+        runs.append(torch.cat([_measured(model, behind[:blocks], part, measures, position) for part in parts], 2))
     return torch.cat(runs, 1)
 
 
-def _measured(model: TextModel, past: Past, candidates: Tensor, measures: Measures, start: int) -> Tensor:
+def _measured(model: TextModel, past: Past, candidates: Tensor, measures: Measures, position: int) -> Tensor:
     done = past[0][0].shape[2] if past else 0
     count, leaves = candidates.shape
-    positions = torch.full_like(candidates, start + done)
+    positions = torch.full_like(candidates, position)
     own = torch.eye(leaves, dtype=torch.bool, device=candidates.device)
     allowed = torch.cat([own.new_ones(leaves, done), own], 1).expand(count, -1, -1)
     inputs = model.matrix_inputs([key for key, _ in measures], candidates, positions, allowed, past)
