@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from gradaudit.client import Client
+from gradaudit.leakage.crowd import Crowd
 from gradaudit.leakage.embedding_rows import words_of
-from gradaudit.leakage.growth import AcceptedTokens
+from gradaudit.leakage.growth import AcceptedTokens, Rules
 from gradaudit.leakage.subspace import span
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -79,6 +80,26 @@ def test_only_words_of_the_batch_are_looked_at(load, family):
             some = AcceptedTokens(model, first, tolerance, named).at(position)
             here = {s[position] for s in batch.sequences()}
             assert here <= set(some.tolist()) <= set(named.tolist())
+
+
+def test_a_word_that_is_not_named_is_not_accepted_under_noise_either(load):
+    model = load("bert")
+    seen = seen_of(Client(model, defenses=(build("defense", "quantize", {"bits": 16}),)), batch_of(model, ["w1 w2 w3"]))
+    first = span(seen, 0, ("q", "k", "v"), noise=True)
+    assert first.lost is not None
+    every = AcceptedTokens(model, first, None).at(1)
+    assert len(every) > 0
+    left_out = int(every[0])
+    named = torch.tensor([i for i in range(model.vocabulary_size) if i != left_out])
+    assert left_out not in AcceptedTokens(model, first, None, named).at(1).tolist()
+
+
+def test_past_the_width_of_block_0_too_the_named_words_are_tried(load):
+    model = load("gpt2")
+    seen, named = seen_of(Client(model), batch_of(model, sentences([4, 3], 5))), torch.tensor([9, 11])
+    crowd = Crowd(seen, Rules(words=named))
+    assert crowd._likely_words(lambda rows: rows[:, 0], 0) is named
+    assert len(Crowd(seen, Rules())._likely_words(lambda rows: rows[:, 0], 0)) > 2
 
 
 @pytest.mark.parametrize("family", DECODERS)
