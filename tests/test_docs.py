@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 import tiny_models
 from gradaudit import registry
+from gradaudit.accounting.claim import parse_claims
 from gradaudit.bundle import Manifest, ModelEntry, load_bundle
 from gradaudit.case import Case, parse_case
 from gradaudit.catalog import details, listing
@@ -165,8 +166,11 @@ def in_pages(language: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("body", in_pages("toml"))
-def test_every_toml_block_is_a_case(body: str, word_rows: ModuleType):
+def test_every_toml_block_is_a_case_or_a_claim(body: str, word_rows: ModuleType):
     data = tomllib.loads(body)
+    if "claim" in data:
+        parse_claims(data["claim"])
+        return
     # what is shown without an attack is a part of a case: it must fit beside one
     parse_case({"attack": {"name": "blind"}} | data)
 

@@ -21,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 done; 1 a --fail-on threshold was crossed; 2 usage or bad input; 3 inconclusive.",
+    epilog="Exit codes: 0 done; 1 a threshold is crossed or a claim does not hold; 2 bad input; 3 inconclusive.",
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -264,6 +264,27 @@ def check(
         f"first batch: {cost.tokens} tokens, load b/d {cost.load:.2f}; the attacker sees {100 * cost.share:.2f}% of "
         f"the parameters\nestimate: {cost.seconds:.0f} s for {len(ready.batches)} batches, {cost.memory_mib:.0f} MiB"
     )
+
+
+@app.command()
+def claims(
+    claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml")],
+    as_json: Json = False,
+) -> None:
+    """Say which epsilon a declared privacy mechanism really supports, and for whose data (no attack is run)."""
+    from gradaudit.accounting.check import check as check_claim
+    from gradaudit.accounting.claim import load_claims
+    from gradaudit.terminal import print_findings
+
+    findings = [check_claim(claim) for claim in load_claims(claims_file)]
+    if as_json:
+        for found in findings:
+            _print_json(found.as_json())
+    else:
+        print_findings(findings, out)
+    declared = [found for found in findings if found.claim.declared_epsilon is not None]
+    if any(found.verdict != "supported" for found in declared):
+        raise typer.Exit(ExitCode.THRESHOLD_CROSSED)
 
 
 @app.callback(invoke_without_command=True)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from gradaudit.accounting.check import Finding
+from gradaudit.accounting.check import number as shortened
 from gradaudit.errors import AuditError
 from gradaudit.examine import Examination
 from gradaudit.progress import shown_by
@@ -167,3 +170,47 @@ def print_rounds(found: Rounds, bundles: Sequence[Path], out: Console, err: Cons
         rounds = ", ".join(map(str, sentence.rounds))
         out.print(f"{number:>3}  {escape(harmless(sentence.text))}  [dim]round {rounds}[/dim]")
     out.print(_UNSCORED)
+
+
+_VERDICTS = {"void": "red", "not supported": "red", "supported": "green", "nothing declared": "yellow"}
+
+
+def print_findings(findings: Sequence[Finding], out: Console) -> None:
+    """Print what each claim's mechanism supports: a line for each unit of privacy, the verdict, what to know."""
+    for found in findings:
+        claim = found.claim
+        out.print(f"[bold]{escape(claim.name)}[/bold]")
+        if claim.source:
+            out.print(Padding(f"[dim]{escape(claim.source)}[/dim]", (0, 0, 0, 2)))
+        if found.supported:
+            out.print(Padding(_supported(found), (0, 0, 0, 2)))
+        out.print(Padding(f"[{_VERDICTS[found.verdict]}]{escape(found.sentence)}[/]", (0, 0, 0, 2)))
+        for remark in found.remarks:
+            out.print(Padding(f"[dim]{escape(remark)}[/dim]", (0, 0, 0, 2)))
+        out.print()
+    out.print("[dim]This is what a mechanism promises in theory; 'gradaudit run' measures what attacks recover.[/dim]")
+
+
+def _supported(found: Finding) -> Table:
+    claim = found.claim
+    differ = "replaced by another's" if claim.neighbors == "replace" else "added or removed"
+    by = [f"{name} {shortened(e)}" for line in found.supported for name, e in line.accountants.items() if e is not None]
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 3, 0, 0),
+        caption=f"delta {claim.delta:g}; {differ}" + (f"\none example by {'; '.join(by)}" if by else ""),
+        caption_justify="left",
+    )
+    table.add_column("hides")
+    for title in ("sensitivity", "epsilon, one round", *([f"{claim.rounds} rounds"] if claim.rounds > 1 else [])):
+        table.add_column(title, justify="right")
+    for line in found.supported:
+        change = "-" if line.sensitivity is None else f"{line.sensitivity:.4g}"
+        values = [shortened(line.one_round), *([shortened(line.all_rounds)] if claim.rounds > 1 else [])]
+        table.add_row(_UNITS[line.unit], change, *values)
+    return table
+
+
+_VERDICTS = {"void": "red", "not supported": "red", "supported": "green", "nothing declared": "yellow"}
+_UNITS = {"client": "all that a client holds", "example": "one example"}
