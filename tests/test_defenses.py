@@ -58,7 +58,7 @@ def test_noise_is_independent_between_coordinates_tensors_and_places(load):
     assert abs(float((first * second).mean())) < 5 / first.numel() ** 0.5, "two defenses share no noise"
 
 
-@pytest.mark.parametrize("name", sorted(known("defense")))
+@pytest.mark.parametrize("name", sorted(n for n, d in known("defense").items() if d.acts_on == "update"))
 def test_every_update_defense_keeps_its_contract(name):
     defense = build("defense", name, {})
     assert isinstance(defense, UpdateDefense)
@@ -97,3 +97,44 @@ def test_defenses_are_recorded_in_order_and_shown_only_when_given(load):
 def test_a_sigma_that_is_none_is_refused(sigma):
     with pytest.raises(BadInputError, match="sigma must be above 0"):
         build("defense", "gaussian", {"sigma": sigma})
+
+
+@pytest.mark.parametrize("scale", [1e-3, 2.0])
+def test_laplace_noise_has_the_stated_scale(scale):
+    tensors = {"a": torch.zeros(100, 300)}
+    noise = build("defense", "laplace", {"scale": scale}).on_update(tensors, stream(0, "x"))["a"].flatten().numpy()
+    assert kstest(noise, "laplace", args=(0, scale)).pvalue > 1e-3
+    for wrong in (2 / 3, 3 / 2):
+        assert kstest(noise, "laplace", args=(0, wrong * scale)).pvalue < 1e-9
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_clipping_bounds_the_norm_and_keeps_the_direction(per_tensor):
+    tensors = {name: value.float() for name, value in some_tensors().items()} | {"small": torch.full((4,), 1e-3)}
+    norms = {name: float(value.norm()) for name, value in tensors.items()}
+    whole = sum(n * n for n in norms.values()) ** 0.5
+    out = build("defense", "clip", {"norm": 2.0, "per_tensor": per_tensor}).on_update(tensors, stream(0, "x"))
+    for name, value in tensors.items():
+        factor = min(1.0, 2.0 / (norms[name] if per_tensor else whole))
+        torch.testing.assert_close(out[name], value * factor, rtol=1e-5, atol=0)
+    loose = build("defense", "clip", {"norm": 1e6, "per_tensor": per_tensor}).on_update(tensors, stream(0, "x"))
+    assert all(torch.equal(loose[name], value) for name, value in tensors.items())
+    zero = {"z": torch.zeros(3)}
+    assert torch.equal(build("defense", "clip", {}).on_update(zero, stream(0, "x"))["z"], zero["z"])
+
+
+@pytest.mark.parametrize(("name", "values"), [("laplace", {"scale": 0.0}), ("clip", {"norm": -1.0})])
+def test_a_scale_or_bound_that_is_none_is_refused(name, values):
+    with pytest.raises(BadInputError, match=f"defense '{name}'.*must be above 0"):
+        build("defense", name, values)
+
+
+def test_an_attack_reckons_with_the_defenses_it_names_and_no_others():
+    grab = build("attack", "grab", {})
+    assert grab.reckons_with("random-pruning")
+    assert not grab.reckons_with("dp-sgd")
+    assert not build("attack", "grab", {"counter": False}).reckons_with("random-pruning")
+    assert build("attack", "blind", {}).reckons_with("dp-sgd")
+    names = set(known("defense")) | {"*"}
+    for attack in known("attack").values():
+        assert set(attack.models_defenses) <= names, attack.name

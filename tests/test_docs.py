@@ -102,6 +102,15 @@ def test_every_attack_has_a_section_and_every_section_an_attack():
         assert set(shown["needs"]) <= coded(body), f"{name}: a fact it needs is not named"
 
 
+def test_every_defense_has_a_section_and_every_section_a_defense():
+    text = page("docs/defenses.md")
+    names = [item["name"] for item in listing("defenses")]
+    assert sorted(t for t in headings(text) if t.islower()) == names
+    for name in names:
+        for part in ("**What it does.**", "**Promises.**", "**Does not.**", "**Use it**"):
+            assert section(text, name).count(part) == 1, (name, part)
+
+
 def test_attack_fields_that_pages_name_are_fields():
     text = page("docs/attacks.md")
     for name, attack in registry.known("attack").items():

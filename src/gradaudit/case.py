@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from gradaudit.attacks.base import Attack
 from gradaudit.data.source import DataSpec
-from gradaudit.defenses.base import UpdateDefense
+from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.metrics.text import PUBLISHED
 from gradaudit.models.lora import Lora
@@ -149,7 +149,7 @@ class Case(_Table):
         attack: Attack = _build("attack", self.attack)
         return attack
 
-    def build_defenses(self) -> tuple[UpdateDefense, ...]:
+    def build_defenses(self) -> tuple[Defense, ...]:
         """Return the defenses of [[defense]], in order."""
         return tuple(_build("defense", table) for table in self.defense)
 

@@ -87,7 +87,7 @@ def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
             "needs": list(cls.needs),
             "tasks": list(cls.tasks),
             "models_dropout": cls.models_dropout,
-            "models_defenses": cls.models_defenses,
+            "models_defenses": list(cls.models_defenses),
         }
     else:
         out["acts_on"] = cls.acts_on

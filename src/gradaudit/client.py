@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import UpdateDefense
+from gradaudit.defenses.base import Defense, ExampleDefense, UpdateDefense
 from gradaudit.errors import BadInputError
+from gradaudit.example_gradients import ExampleGradients
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
@@ -28,25 +29,30 @@ class Client:
         training: one gradient (the default), or local steps.
         dropout: train with dropout on, at the rates the model is configured with.
         freeze: selection expressions of what is not trained ("embeddings", "0-2:q,k,v", ...).
-        defenses: what acts on the update before it leaves, in order.
+        defenses: what acts on the examples' gradients (at most one, the first) and on the update before it leaves, in
+            order.
         dropout_rate: rate at every place that drops out, in place of the configured ones; None keeps those.
         padding: side on which a batch's shorter sentences are filled up; on the left their positions start later.
 
     Raises:
-        BadInputError: padding on the left of an encoder, whose head reads the first row.
+        BadInputError: padding on the left of an encoder, whose head reads the first row; a defense of examples'
+            gradients behind another defense.
     """
 
     model: TransformersModel
     training: LocalTraining = LocalTraining()  # noqa: RUF009 - frozen, so sharing it is safe
     dropout: bool = False
     freeze: tuple[str, ...] = ()
-    defenses: tuple[UpdateDefense, ...] = ()
+    defenses: tuple[Defense, ...] = ()
     dropout_rate: float | None = None
     padding: Literal["right", "left"] = "right"
 
     def __post_init__(self) -> None:
         if self.padding == "left" and not self.model.causal:
             raise BadInputError('padding = "left" is for decoders: an encoder\'s head reads the first position')
+        late = [d.name for d in self.defenses[1:] if isinstance(d, ExampleDefense)]
+        if late:
+            raise BadInputError(f"defense '{late[0]}' acts before there is an update: name it once, and first")
 
     def frozen(self) -> tuple[str, ...]:
         """Return the names of the frozen parameters.
@@ -87,7 +93,8 @@ class Client:
         else:
             tensors = self._weight_change(batch, trained, seed)
         for place, defense in enumerate(self.defenses):
-            tensors = defense.on_update(tensors, stream(seed, "defense", place))
+            if isinstance(defense, UpdateDefense):
+                tensors = defense.on_update(tensors, stream(seed, "defense", place))
         broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
         if broken:
             raise BadInputError(
@@ -129,8 +136,13 @@ class Client:
         )
 
     def _gradient(self, batch: Batch, trained: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+        everything = torch.arange(len(batch.ids))
+        guard = self._guard()
+        if guard is not None:
+            examples = ExampleGradients(self.model, trained)
+            return self._guarded(guard, examples, batch, everything, float(len(everything)), seed, 0)
         with self._mode(seed, 0):
-            loss = self._loss(batch, torch.arange(len(batch.ids)), None)
+            loss = self._loss(batch, everything, None)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return {
             name: (torch.zeros_like(p) if g is None else g).detach()
@@ -138,31 +150,72 @@ class Client:
         }
 
     def _weight_change(self, batch: Batch, trained: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-        local = {n: p.detach().clone().requires_grad_() for n, p in trained.items()}
+        guard = self._guard()
+        examples = None if guard is None else ExampleGradients(self.model, trained)
+        local = (
+            {n: p.detach().clone().requires_grad_() for n, p in trained.items()}
+            if examples is None
+            else examples.parameters
+        )
         fixed = {n: p.detach() for n, p in self.model.parameters().items() if n not in local}
-        how = self.training
+        how, size = self.training, len(batch.ids)
         optimizer: torch.optim.Optimizer
         if how.optimizer == "sgd":
             optimizer = torch.optim.SGD(local.values(), lr=how.learning_rate)
         else:
             optimizer = torch.optim.AdamW(local.values(), lr=how.learning_rate, weight_decay=how.weight_decay)
-        for step, rows in enumerate(self._minibatches(len(batch.ids), seed)):
-            with self._mode(seed, step):
-                loss = self._loss(batch, rows, fixed | local)
-                grads = torch.autograd.grad(loss, list(local.values()), allow_unused=True)
-            for p, g in zip(local.values(), grads, strict=True):
-                p.grad = g
+        for step, rows in enumerate(self._minibatches(size, seed)):
+            grads: Mapping[str, Tensor | None]
+            if guard is not None and examples is not None:
+                expected = float(min(how.minibatch or size, size)) if guard.sampled else float(len(rows))
+                grads = self._guarded(guard, examples, batch, rows, expected, seed, step)
+            else:
+                with self._mode(seed, step):
+                    loss = self._loss(batch, rows, fixed | local)
+                    found = torch.autograd.grad(loss, list(local.values()), allow_unused=True)
+                grads = dict(zip(local, found, strict=True))
+            for name, p in local.items():
+                p.grad = grads[name]
             optimizer.step()
         return {n: (p - trained[n]).detach() for n, p in local.items()}
 
+    def _guard(self) -> ExampleDefense | None:
+        first = self.defenses[0] if self.defenses else None
+        return first if isinstance(first, ExampleDefense) else None
+
+    def _guarded(
+        self,
+        guard: ExampleDefense,
+        examples: ExampleGradients,
+        batch: Batch,
+        rows: Tensor,
+        expected: float,
+        seed: int,
+        step: int,
+    ) -> dict[str, Tensor]:
+        def mode(model: TransformersModel, part: int) -> AbstractContextManager[None]:
+            # hooks take gradients in training mode only, so no dropout is a rate of 0 there
+            if not self.dropout:
+                return model.training_mode(0.0)
+            return _DropoutOn(model, stream(seed, "dropout", step, part), self.dropout_rate)
+
+        chunks = examples.chunks(*self._prepared(batch, rows), mode) if len(rows) else iter(())
+        rng = stream(seed, "defense", 0, step)
+        return guard.on_examples(chunks, examples.parameters, expected, rng)
+
     def _minibatches(self, size: int, seed: int) -> Iterator[Tensor]:
         order = stream(seed, "minibatch order")
+        guard, most = self._guard(), self.training.minibatch or size
         for _ in range(self.training.epochs):
-            whole = self.training.minibatch is None or self.training.minibatch >= size
-            rows = torch.arange(size) if whole else torch.randperm(size, generator=order)
-            yield from torch.split(rows, self.training.minibatch or size)
+            if most >= size:
+                yield torch.arange(size)
+            elif guard is not None and guard.sampled:
+                for _ in range(-(-size // most)):
+                    yield (torch.rand(size, generator=order) < most / size).nonzero().flatten()
+            else:
+                yield from torch.split(torch.randperm(size, generator=order), most)
 
-    def _loss(self, batch: Batch, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
+    def _prepared(self, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         device = self.model.device
         ids, mask = batch.ids[rows].to(device), batch.mask[rows].to(device)
         longest = int(mask.sum(1).max())
@@ -170,16 +223,19 @@ class Client:
         if self.padding == "left":
             order = mask.int().argsort(dim=1, stable=True)  # what is no token first, the tokens in their order
             ids, mask = ids.gather(1, order), mask.gather(1, order)
-        labels = ids if batch.labels is None else batch.labels[rows].to(device)
+        return ids, mask, ids if batch.labels is None else batch.labels[rows].to(device)
+
+    def _loss(self, batch: Batch, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
+        ids, mask, labels = self._prepared(batch, rows)
         return self.model.loss(ids=ids, mask=mask, labels=labels, params=params)
 
-    def _mode(self, seed: int, step: int) -> nullcontext[None] | _DropoutOn:
+    def _mode(self, seed: int, step: int) -> AbstractContextManager[None]:
         if not self.dropout:
             return nullcontext()
         return _DropoutOn(self.model, stream(seed, "dropout", step), self.dropout_rate)
 
 
-class _DropoutOn:
+class _DropoutOn(AbstractContextManager[None]):
     """Training mode with the masks drawn from one stream; evaluation mode after."""
 
     def __init__(self, model: TransformersModel, rng: torch.Generator, rate: float | None) -> None:

@@ -198,6 +198,7 @@ def flags(
         attack: the attack that was run.
     """
     read_whole = attack.exact_on_deltas or made["replayed"]
+    told = seen.knowledge.defenses is not None
     raised = {
         "random-weights": model.spec.random_weights,
         "truncated": batch.truncated > 0,
@@ -205,7 +206,9 @@ def flags(
         "full-rank": shape is not None and shape.rank >= shape.width,
         "short-references": not all(has_bigram(model.decode(s)) for s in batch.sequences()),
         "dropout-not-modeled": made["dropout"] > 0 and not attack.models_dropout,
-        "defense-not-modeled": bool(made["defenses"]) and not attack.models_defenses,
+        "defense-not-modeled": not all(
+            attack.reckons_with(d["name"]) and (told or attack.reckons_with("any")) for d in made["defenses"]
+        ),
         "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not read_whole,
         "word-rows-shared": any(v.parameter in model.group("word") for v in seen.views.values()),
         "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",

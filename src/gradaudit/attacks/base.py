@@ -22,12 +22,17 @@ class Attack(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of `Knowledge` fields that must be given."""
     tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm")
-    models_defenses: ClassVar[bool] = False
-    """True when the attack takes `knowledge.defenses` into account; otherwise a defended update gets a flag."""
+    models_defenses: ClassVar[tuple[str, ...]] = ()
+    """Names of the defenses that the attack reckons with when told of them ("*": with any); an update with others gets
+    a flag."""
     models_dropout: ClassVar[bool] = False
     """True when the attack reckons with dropout; otherwise an update made with dropout on gets a flag."""
     exact_on_deltas: ClassVar[bool] = False
     """True when a weight change of several steps is read as what it is; otherwise it gets a flag."""
+
+    def reckons_with(self, defense: str) -> bool:
+        """Return whether the attack, as it is set, acts on knowing of a defense."""
+        return "*" in self.models_defenses or defense in self.models_defenses
 
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

@@ -23,7 +23,7 @@ class Blind(Attack):
 
     name: ClassVar[str] = "blind"
     source: ClassVar[str] = "evaluation protocol: prior only, on the same batches"
-    models_defenses: ClassVar[bool] = True
+    models_defenses: ClassVar[tuple[str, ...]] = ("*",)
     models_dropout: ClassVar[bool] = True
     exact_on_deltas: ClassVar[bool] = True
     length: int = hyper(

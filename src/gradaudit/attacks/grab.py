@@ -47,7 +47,7 @@ class Grab(Attack):
     source: ClassVar[str] = "Grab (Feng et al., ACM CCS 2024), sections 4 and 5"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    models_defenses: ClassVar[bool] = True
+    models_defenses: ClassVar[tuple[str, ...]] = ("normalized-gaussian", "random-pruning", "topk")
     models_dropout: ClassVar[bool] = True
     rounds: int = hyper(5, "rounds of continuous and discrete search", source="section 5.1")
     steps: int = hyper(2000, "AdamW steps a round", source="section 5.1")
@@ -118,6 +118,9 @@ class Grab(Attack):
         orders *= max(1, self.score_masks)
         steps = self.rounds * (self.steps + self.refit * self.refit_steps)
         return int(STEP * steps + CANDIDATE * (self.rounds * 2 * beams + orders))
+
+    def reckons_with(self, defense: str) -> bool:
+        return self.counter and super().reckons_with(defense)
 
     def distance(self, seen: Observation) -> Distance:
         """Return what is measured, with the counters to the defenses that were told.

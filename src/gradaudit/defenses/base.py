@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 
-class UpdateDefense(ABC):
-    """A defense on the finished update, before it leaves the client.
+class Defense(ABC):
+    """What all defenses share.
 
     Subclasses are frozen dataclasses; their fields are the defense's parameters and are recorded in the update.
     """
 
     kind: ClassVar[str] = "defense"
     name: ClassVar[str]
+    acts_on: ClassVar[str]
+
+
+class UpdateDefense(Defense):
+    """A defense on the finished update, before it leaves the client."""
+
     acts_on: ClassVar[str] = "update"
 
     @abstractmethod
@@ -26,5 +32,34 @@ class UpdateDefense(ABC):
 
         Args:
             tensors: the update by parameter name.
+            rng: the defense's own random stream (on the CPU).
+        """
+
+
+class ExampleDefense(Defense):
+    """A defense on the examples' gradients, before they are summed: it makes the gradient of every local step."""
+
+    acts_on: ClassVar[str] = "example gradients"
+
+    @property
+    @abstractmethod
+    def sampled(self) -> bool:
+        """Whether each example enters a local step by chance (Poisson sampling), and not in shuffled batches."""
+
+    @abstractmethod
+    def on_examples(
+        self,
+        chunks: Iterable[Mapping[str, Tensor]],
+        parameters: Mapping[str, Tensor],
+        expected: float,
+        rng: torch.Generator,
+    ) -> dict[str, Tensor]:
+        """Return the step's defended gradient: names, shapes and dtypes of the parameters.
+
+        Args:
+            chunks: the examples' gradients by parameter name, [n, ...] each, some examples at a time; none where
+                sampling chose no example.
+            parameters: what is trained, by name.
+            expected: examples a step in the mean, by which the sum is divided.
             rng: the defense's own random stream (on the CPU).
         """

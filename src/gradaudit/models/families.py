@@ -78,8 +78,14 @@ class Family(ABC):
         """Leave out, inside the block, rows of the last block that classification does not read."""
         yield
 
-    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Return classification logits from the last hidden states [B, T, d]."""
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let no parameter act, inside the block, on all sentences at once: per-example gradients need it so."""
+        yield
+
+    def classify(self, out: Any, mask: Tensor) -> Tensor:
+        """Return classification logits from what the core returned (last hidden states [B, T, d])."""
+        hidden = out.last_hidden_state
         # the last real token is the pooled one, on whichever side the padding is
         last = (mask.long() * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
         rows = torch.arange(len(hidden), device=hidden.device)
@@ -160,9 +166,8 @@ class Bert(_Encoder):
         "p": "output.dense",
     }
 
-    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        pooled = self.module.dropout(self.core.pooler(hidden))
-        logits: Tensor = self.module.classifier(pooled)
+    def classify(self, out: Any, mask: Tensor) -> Tensor:
+        logits: Tensor = self.module.classifier(self.module.dropout(out.pooler_output))
         return logits
 
 
@@ -177,8 +182,8 @@ class Roberta(Bert):
     def position_ids(self, positions: Tensor) -> Tensor:
         return positions + int(self.core.embeddings.padding_idx) + 1
 
-    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        logits: Tensor = self.module.classifier(hidden)
+    def classify(self, out: Any, mask: Tensor) -> Tensor:
+        logits: Tensor = self.module.classifier(out.last_hidden_state)
         return logits
 
 
@@ -209,9 +214,26 @@ class MPNet(_Encoder):
         out: Tensor = self.blocks[layer](hidden, mask, bias)[0]
         return out
 
-    def classify(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        logits: Tensor = self.module.classifier(hidden)
+    def classify(self, out: Any, mask: Tensor) -> Tensor:
+        logits: Tensor = self.module.classifier(out.last_hidden_state)
         return logits
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        # the relative bias is looked up once for a batch; here once a sentence, with the same values
+        encoder = self.core.encoder
+
+        def bias(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+            steps = torch.arange(hidden.shape[1], device=hidden.device)
+            buckets = encoder.relative_position_bucket(steps[None, :] - steps[:, None])
+            values: Tensor = encoder.relative_attention_bias(buckets.expand(len(hidden), -1, -1))
+            return values.permute(0, 3, 1, 2).contiguous()
+
+        encoder.compute_position_bias = bias
+        try:
+            yield
+        finally:
+            del encoder.compute_position_bias
 
 
 class GPT2(Family):

@@ -50,10 +50,9 @@ class _Program(nn.Module):
         if family.causal:
             word["use_cache"] = False  # type: ignore[assignment]
         out = family.core(attention_mask=allowed, position_ids=family.position_ids(positions), **word)
-        hidden = out.last_hidden_state
         if self.task == "classification":
-            return family.classify(hidden, mask)
-        logits: Tensor = self.module.lm_head(hidden)
+            return family.classify(out, mask)
+        logits: Tensor = self.module.lm_head(out.last_hidden_state)
         return logits
 
     def _allowed(self, mask: Tensor) -> Tensor:
@@ -190,6 +189,25 @@ class TransformersModel(TextModel):
         each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
         mean: Tensor = (each * real.flatten()).sum() / real.sum()
         return mean
+
+    @property
+    def program(self) -> nn.Module:
+        """The module behind `logits`: takes token ids, embeddings (or None for either) and the mask."""
+        return self._program
+
+    def sentence_losses(self, logits: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        """Return each sentence's own loss [B]; of next words the mean over its own tokens.
+
+        Args:
+            logits: [B, C] or [B, T, vocabulary].
+            mask: [B, T], True where a token is real.
+            labels: [B] classes, or the [B, T] tokens.
+        """
+        if self.spec.task == "classification":
+            return self._losses(logits, labels)
+        real = _predicted(mask).to(logits.dtype)
+        each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).view_as(real)
+        return (each * real).sum(1) / real.sum(1).clamp_min(1)
 
     def traced(
         self,

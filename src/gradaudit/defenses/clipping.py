@@ -1,0 +1,46 @@
+"""Clipping of the finished update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradaudit.defenses.base import UpdateDefense
+from gradaudit.errors import BadInputError
+from gradaudit.registry import hyper, register
+
+
+@register
+@dataclass(frozen=True)
+class Clip(UpdateDefense):
+    """Scale the update down to a largest L2 norm: the whole of it, or each tensor by itself.
+
+    Alone it hides nothing: an attacker who matches directions, or reads row spaces, does not see the scale. It is what
+    noise behind it needs for an epsilon of the whole update (`gradaudit claims`).
+
+    Raises:
+        BadInputError: a bound that is not positive and finite.
+    """
+
+    name: ClassVar[str] = "clip"
+    norm: float = hyper(1.0, "largest L2 norm", unit="gradient units", source="flwr 1.42, LocalDpMod's clipping_norm")
+    per_tensor: bool = hyper(False, "each tensor is clipped by itself")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.norm < math.inf:
+            raise BadInputError(f"defense 'clip': norm must be above 0 and finite, got {self.norm}")
+
+    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        norms = {name: float(value.double().norm()) for name, value in tensors.items()}
+        whole = math.hypot(*norms.values())
+        return {
+            name: value * self._factor(norms[name] if self.per_tensor else whole) for name, value in tensors.items()
+        }
+
+    def _factor(self, norm: float) -> float:
+        return min(1.0, self.norm / norm) if norm > 0 else 1.0

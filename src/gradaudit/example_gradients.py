@@ -1,0 +1,71 @@
+"""Each example's own gradient, many in one backward pass (Opacus' hooks)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaudit.errors import BadInputError
+from gradaudit.models.transformers import TransformersModel
+
+BYTES_AT_ONCE = 2**30
+"""Gradients that are held together; a constant, because dropout's masks are drawn anew for each part of a batch."""
+
+Mode = Callable[[TransformersModel, int], AbstractContextManager[None]]
+"""What the n-th part of a batch is computed in: training mode, with dropout's own random stream or with none."""
+
+
+class ExampleGradients:
+    """A copy of a model whose backward passes give a gradient an example.
+
+    Args:
+        model: the model; it is left as it is.
+        trained: names of the parameters that are trained.
+
+    Raises:
+        BadInputError: the extra `dp` is not installed.
+    """
+
+    def __init__(self, model: TransformersModel, trained: Collection[str]) -> None:
+        try:
+            from opacus import GradSampleModule
+        except ImportError:
+            raise BadInputError("gradients an example need Opacus: pip install 'gradaudit[dp]'") from None
+        self._model = copy.deepcopy(model)
+        self.parameters: dict[str, Any] = {}
+        for name, p in self._model.parameters().items():
+            p.requires_grad_(name in trained)
+            if name in trained:
+                self.parameters[name] = p
+        self._module: Any = GradSampleModule(self._model.program, loss_reduction="sum", strict=False)
+        one = sum(p.numel() * p.element_size() for p in self.parameters.values())
+        self._at_once = max(1, BYTES_AT_ONCE // one)
+
+    def chunks(self, ids: Tensor, mask: Tensor, labels: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
+        """Yield the examples' gradients [n, ...] by parameter name, as many examples at a time as memory is given.
+
+        Args:
+            ids: [B, T] token ids; B may be 0, which yields nothing.
+            mask: [B, T], True where a token is real.
+            labels: [B] classes, or the [B, T] tokens.
+            mode: what each part of the batch is computed in.
+        """
+        for part, start in enumerate(range(0, len(ids), self._at_once)):
+            rows = slice(start, start + self._at_once)
+            with mode(self._model, part), self._model.family.apart(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's on backward hooks of inputs without gradients
+                logits = self._module(ids[rows], None, mask[rows])
+                torch.autograd.backward(self._model.sentence_losses(logits, mask[rows], labels[rows]).sum())
+            yield {name: self._taken(p, len(logits)) for name, p in self.parameters.items()}
+            self._module.zero_grad(set_to_none=True)
+
+    def _taken(self, p: Any, count: int) -> Tensor:
+        found = p.grad_sample
+        # a parameter that the loss does not reach
+        return torch.zeros((count, *p.shape), dtype=p.dtype, device=p.device) if found is None else found.detach()
