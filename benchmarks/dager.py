@@ -108,7 +108,7 @@ def make() -> None:
 
 
 LIMITED, SHORT = (PLAIN | {"max_candidates": most} for most in (200_000, 20_000))
-"""The paper's encoder search, at a fiftieth and at a five-hundredth of its products a length: a minute and six seconds."""
+"""The paper's encoder search, at a fiftieth and a five-hundredth of its products a length (a minute, six seconds)."""
 
 
 def exact() -> list[Cell]:
