@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +136,13 @@ def past() -> list[Cell]:
     rows = {"name": "dager"}
     sizes = (("random:gpt2", 4, "cola", 96), ("random:gpt2", 4, "cola", 128), ("smollm2", 8, "cola", 96))
     sizes += (("random:gpt2", 4, "rt", 48), ("random:gpt2", 4, "sst2", 128), ("random:gpt2", 4, "rt", 96))
-    return cells + [
+    cells += [
         Cell("embedding rows", model, data, size, 2, layers=layers, attack=rows, seed=404)
         for model, layers, data, size in sizes
     ]
+    # 2, 3 and 4 d of short sentences
+    far = [Cell("", "random:gpt2", "cola", size, 2, layers=4, seed=404) for size in (152, 228, 304)]
+    return cells + far + [replace(cell, title="embedding rows", attack=rows) for cell in far[1:]]
 
 
 LONG_ROWS = (("sst2", 4), ("rt", 2), ("rt", 4))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import gradaudit.examine
 from gradaudit import bundle
 from gradaudit.cli import app
 from gradaudit.client import Client
@@ -138,3 +140,39 @@ def test_the_command_joins_rounds_and_says_which_one_is_broken(two_rounds):
     assert "round 1" in broken.stderr
     assert texts[3] in broken.stdout
     assert "Traceback" not in broken.output
+
+
+def test_what_was_read_before_a_stop_is_kept():
+    part = read(((4,),), ("a",), 2, taken=1)
+
+    def one(stops: str, folder: Path, known) -> Examination:
+        if (folder.name, bool(known)) == (stops.removesuffix(" again"), stops.endswith("again")):
+            raise KeyboardInterrupt
+        return part if folder.name == "b" else read(((5,),), ("b",), 1)
+
+    folders = [Path("a"), Path("b")]
+    with pytest.raises(KeyboardInterrupt):
+        examine_rounds(folders, partial(one, "a"))
+    for stops, texts in (("b", {"b"}), ("b again", {"a", "b"})):
+        found = examine_rounds(folders, partial(one, stops))
+        assert found.interrupted
+        assert {s.text for s in found.sentences} == texts
+        assert len(found.rounds) == 2
+    assert not examine_rounds(folders, partial(one, "nowhere")).interrupted
+
+
+def test_the_command_prints_what_was_read_before_a_stop_and_is_inconclusive(two_rounds, monkeypatch):
+    texts, folders = two_rounds
+    real = gradaudit.examine.examine
+
+    def stopped(folder: Path, *rest, **more) -> Examination:
+        if folder == folders[1]:
+            raise KeyboardInterrupt
+        return real(folder, *rest, **more)
+
+    monkeypatch.setattr(gradaudit.examine, "examine", stopped)
+    told = RUN.invoke(app, ["attack", *map(str, folders)])
+    assert told.exit_code == 3
+    assert texts[0] in told.stdout
+    assert "stopped with Ctrl-C" in told.stderr
+    assert "Traceback" not in told.output

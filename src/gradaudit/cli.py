@@ -172,6 +172,9 @@ def attack(
         print_examination(found, bundles[0], out, err)
     else:
         print_rounds(found, bundles, out, err)
+    if not isinstance(found, Examination) and found.interrupted:
+        err.print("interrupted; above is what was read until then")
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
     if not isinstance(found, Examination) and found.failed:
         raise typer.Exit(ExitCode.BAD_INPUT)
     if not (found.texts if isinstance(found, Examination) else found.sentences):

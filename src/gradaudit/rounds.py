@@ -37,10 +37,12 @@ class Rounds:
     Args:
         rounds: the examination of each update, or why there is none.
         sentences: all that was read, those of most rounds first.
+        interrupted: stopped with Ctrl-C; what was read until then is here.
     """
 
     rounds: tuple[Examination | AuditError, ...]
     sentences: tuple[Sentence, ...]
+    interrupted: bool = False
 
     @property
     def failed(self) -> bool:
@@ -56,7 +58,11 @@ class Rounds:
         }
 
 
-def examine_rounds(folders: Sequence[Path], one: Callable[[Path, tuple[tuple[int, ...], ...]], Examination]) -> Rounds:
+One = Callable[[Path, tuple[tuple[int, ...], ...]], Examination]
+"""Attacks a bundle, given sentences that are known."""
+
+
+def examine_rounds(folders: Sequence[Path], one: One) -> Rounds:
     """Attack several updates of one client, and those that were not read whole again, with what the others gave.
 
     Args:
@@ -68,11 +74,27 @@ def examine_rounds(folders: Sequence[Path], one: Callable[[Path, tuple[tuple[int
 
     Raises:
         AuditError: the first one's, where no update could be attacked.
+        KeyboardInterrupt: stopped before any update was read.
     """
-    rounds: list[Examination | AuditError] = [_tried(one, folder, ()) for folder in folders]
-    for first in rounds:
-        if isinstance(first, AuditError) and not any(isinstance(r, Examination) for r in rounds):
-            raise first
+    rounds: list[Examination | AuditError] = []
+    try:
+        for folder in folders:
+            rounds.append(_tried(one, folder, ()))
+        for first in rounds:
+            if isinstance(first, AuditError) and not any(isinstance(r, Examination) for r in rounds):
+                raise first
+        _again(folders, rounds, one)
+    except KeyboardInterrupt:
+        if not any(isinstance(r, Examination) for r in rounds):
+            raise
+        stopped = AuditError("not attacked: stopped with Ctrl-C")
+        rounds += [stopped] * (len(folders) - len(rounds))
+        return Rounds(tuple(rounds), joined(rounds), interrupted=True)
+    return Rounds(tuple(rounds), joined(rounds))
+
+
+def _again(folders: Sequence[Path], rounds: list[Examination | AuditError], one: One) -> None:
+    """Attack anew, in place, what was not read whole, with what the other rounds gave."""
     for at, (folder, found) in enumerate(zip(folders, rounds, strict=True)):
         if isinstance(found, AuditError) or found.knowledge.batch_size is None:
             continue
@@ -81,7 +103,6 @@ def examine_rounds(folders: Sequence[Path], one: Callable[[Path, tuple[tuple[int
             again = _tried(one, folder, known)
             if isinstance(again, Examination) and again.details.get("taken_out", 0) > found.details["taken_out"]:
                 rounds[at] = again
-    return Rounds(tuple(rounds), joined(rounds))
 
 
 def joined(rounds: Sequence[Examination | AuditError]) -> tuple[Sentence, ...]:
@@ -95,9 +116,7 @@ def joined(rounds: Sequence[Examination | AuditError]) -> tuple[Sentence, ...]:
     return tuple(sorted(every, key=lambda s: (-len(s.rounds), s.rounds)))
 
 
-def _tried(
-    one: Callable[[Path, tuple[tuple[int, ...], ...]], Examination], folder: Path, known: tuple[tuple[int, ...], ...]
-) -> Examination | AuditError:
+def _tried(one: One, folder: Path, known: tuple[tuple[int, ...], ...]) -> Examination | AuditError:
     try:
         return one(folder, known)
     except AuditError as error:
