@@ -230,6 +230,16 @@ def load_case(path: Path, settings: Sequence[str] = ()) -> Case:
     Raises:
         BadInputError: no such file, empty, not TOML, unknown key, value that does not fit.
     """
+    data = case_data(path, settings)
+    if "axes" in data:
+        raise BadInputError(f"{path} has [axes]: it is a sweep; use 'gradaudit sweep {path} --out DIR'")
+    if "attack" not in data:
+        raise BadInputError(f'{path} has no [attack] table; add one with name = "dager"')
+    return parse_case(data)
+
+
+def case_data(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a TOML file holds, with `--set` overrides applied; see `load_case`."""
     if not path.is_file():
         raise BadInputError(f"no such case file: {path}")
     try:
@@ -241,9 +251,7 @@ def load_case(path: Path, settings: Sequence[str] = ()) -> Case:
         raise BadInputError(f"{path} is empty; 'gradaudit show case example' prints one to start from")
     for setting in settings:
         _assign(data, setting)
-    if "attack" not in data:
-        raise BadInputError(f'{path} has no [attack] table; add one with name = "dager"')
-    return parse_case(data)
+    return data
 
 
 def _assign(data: dict[str, Any], setting: str) -> None:

@@ -270,6 +270,47 @@ def check(
 
 
 @app.command()
+def sweep(
+    sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.toml")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder for a run a point, and the table of all.")],
+    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. data.batches=2.")] = [],  # noqa: B006
+    device: Device = "auto",
+    compile_: Compile = False,
+    as_json: Json = False,
+) -> None:
+    """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
+    from gradaudit.audit import pick_device
+    from gradaudit.leakage.compiled import compiling
+    from gradaudit.sweep import TABLE, load_sweep, run_sweep
+    from gradaudit.terminal import progress_bars, sweep_table
+
+    points = load_sweep(sweep_file, set_)
+    place = pick_device(device)
+    results = []
+    try:
+        with progress_bars(err, quiet=as_json), compiling(compile_):
+            for result in run_sweep(points, sweep_file.resolve().parent, folder, place):
+                results.append(result)
+                if as_json:
+                    scores = None if result.summary is None else _summary_line(result.summary)
+                    _print_json({"values": dict(result.point.values), "error": result.failed, "summary": scores})
+    except KeyboardInterrupt:
+        err.print(
+            f"interrupted; {len(results)} of {len(points)} points are kept in {folder}, "
+            "run the same command again to go on"
+        )
+        raise typer.Exit(ExitCode.INCONCLUSIVE) from None
+    if not as_json:
+        out.print(sweep_table(results))
+        for problem in sorted({r.failed for r in results if r.failed}):
+            err.print(f"[yellow]not run:[/yellow] {escape(problem)}")
+        out.print(f"table  {folder / TABLE}", soft_wrap=True)
+    if all(r.failed for r in results):
+        err.print("inconclusive: no point could be run, see above; a failed attack is no sign of safety")
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
+
+
+@app.command()
 def claims(
     claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml")],
     as_json: Json = False,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -21,6 +22,7 @@ from gradaudit.examine import Examination
 from gradaudit.progress import shown_by
 from gradaudit.record import Interval, Mark, Record, Summary, Texts
 from gradaudit.rounds import Rounds
+from gradaudit.sweep import Result
 
 SCORE_TITLES = {
     "rouge1": "R-1",
@@ -88,6 +90,33 @@ def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
             f"{row.seconds:.1f}",
         )
     return list(tables.values())
+
+
+def sweep_table(results: Sequence[Result]) -> Table:
+    """Return a row a point: its axes, scores, blind, seconds; "not run" where it could not be (see also sweep.csv)."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption="0 to 100, in brackets the 95% interval over batches; blind: ROUGE-L without any gradient; >: lower "
+        "bound, the attack does not reckon with a defense or dropout there",
+        caption_justify="left",
+    )
+    for key in results[0].point.values:
+        table.add_column(escape(key.split(".")[-1]))
+    for name in ("R-1", "R-L", "exact", "blind", "batches", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        found, values = result.summary, map(escape, result.point.values.values())
+        if found is None or result.failed:
+            table.add_row(*values, "[yellow]not run[/yellow]")
+            continue
+        bound = "> " if {"defense-not-modeled", "dropout-not-modeled"} & set(found.flags) else ""
+        one, exact = (f"{found.scores[name].mean or 0:.1f}" for name in ("rouge1", "exact"))
+        failed = f" ({found.failed} failed)" if found.failed else ""
+        blind = f"{found.baseline['rougeL'].mean or 0:.1f}"
+        longest = bound + _cell(found.scores["rougeL"])
+        table.add_row(*values, bound + one, longest, bound + exact, blind, f"{found.n}{failed}", f"{found.seconds:.1f}")
+    return table
 
 
 def _empty_table(row: Summary) -> Table:

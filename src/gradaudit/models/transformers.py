@@ -283,6 +283,8 @@ class TransformersModel(TextModel):
 
     @torch.no_grad()
     def attended(self, blocks: int, ids: Tensor, start: int = 0, past: Past = ()) -> Past:
+        if not self.causal:
+            raise NotSupportedError("an encoder's rows read what comes after them: it keeps no keys and values")
         behind = past[0][0].shape[2] if past else 0
         slot = torch.arange(behind + ids.shape[1], device=ids.device)
         positions = (start + slot[behind:]).expand_as(ids)

@@ -1,0 +1,198 @@
+"""A sweep: one case and axes along which it varies; every point is a case of its own, in a folder of its own."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradaudit import audit
+from gradaudit.case import Case, case_data, parse_case
+from gradaudit.errors import AuditError, BadInputError
+from gradaudit.metrics.summary import summarize
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.progress import step
+from gradaudit.record import SCORES, Record, Summary
+
+MOST = 10_000
+"""Points of one sweep: more are a slip of the pen."""
+TABLE = "sweep.csv"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a sweep.
+
+    Args:
+        values: what each axis is set to, in words, by the axis' key.
+        case: the case there.
+    """
+
+    values: Mapping[str, str]
+    case: Case
+
+    @property
+    def title(self) -> str:
+        """The point in words."""
+        return ", ".join(f"{key} {value}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a point gave.
+
+    Args:
+        point: the point.
+        summary: over its batches; None where it could not be run.
+        records: of every batch.
+        error: why it could not be run.
+    """
+
+    point: Point
+    summary: Summary | None
+    records: tuple[Record, ...] = ()
+    error: str | None = None
+
+    @property
+    def failed(self) -> str | None:
+        """Why there is no score at all here; None where some batch was attacked."""
+        if self.summary is None:
+            return self.error
+        return self.records[0].error if self.summary.failed == self.summary.n else None
+
+
+def load_sweep(path: Path, settings: Sequence[str] = ()) -> tuple[Point, ...]:
+    """Return the points of a TOML file, all combinations of its axes, the last axis changing fastest.
+
+    Args:
+        path: a case with an [axes] table: keys of the case, with a list of values each.
+        settings: "data.batches=2" assignments, as for one case.
+
+    Raises:
+        BadInputError: no axes, an axis that is no list or empty, a point that is no case, or two that are the same.
+    """
+    data = case_data(path, settings)
+    axes = dict(_axes(data.pop("axes", {})))
+    if not axes:
+        raise BadInputError(f"{path} has no [axes] table; give keys with lists of values, or use 'gradaudit run'")
+    count = 1
+    for values in axes.values():
+        count *= len(values)
+    if count > MOST:
+        raise BadInputError(f"{path} has {count} points; at most {MOST} are run")
+    points = [_point(data, axes, combination) for combination in itertools.product(*axes.values())]
+    seen: dict[str, Point] = {}
+    for point in points:
+        same = seen.setdefault(point.case.content_hash(), point)
+        if same is not point:
+            raise BadInputError(f"two points are the same case: {same.title}; and {point.title}")
+    return tuple(points)
+
+
+def _axes(table: Any, before: str = "") -> Iterator[tuple[str, list[Any]]]:
+    if not isinstance(table, dict):
+        raise BadInputError("[axes] must be a table of keys with lists of values")
+    for key, value in table.items():
+        if isinstance(value, dict):  # data.batch_size without quotes is a table in TOML
+            yield from _axes(value, f"{before}{key}.")
+        elif isinstance(value, list) and value:
+            yield f"{before}{key}", value
+        else:
+            raise BadInputError(f"axis '{before}{key}' needs a list of values, got {value!r}")
+
+
+def _point(data: Mapping[str, Any], axes: Mapping[str, list[Any]], values: Sequence[Any]) -> Point:
+    made = json.loads(json.dumps(data))
+    for key, value in zip(axes, values, strict=True):
+        *path, last = key.split(".")
+        table = made
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise BadInputError(f"axis '{key}': '{part}' is a value, not a table")
+        table[last] = value
+    said = {key: _words(value) for key, value in zip(axes, values, strict=True)}
+    try:
+        return Point(said, parse_case(made))
+    except BadInputError as error:
+        raise BadInputError(f"at {', '.join(f'{k} {v}' for k, v in said.items())}: {error}") from None
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        rest = [f"{key}={_words(item)}" for key, item in value.items() if key != "name"]
+        return " ".join([str(value.get("name", "")), *rest]).strip()
+    if isinstance(value, list):
+        return "; ".join(map(_words, value)) or "none"
+    return str(value)
+
+
+def run_sweep(points: Sequence[Point], base: Path, out: Path, device: torch.device) -> Iterator[Result]:
+    """Run every point into its own folder and yield what it gave; what is finished is read, not run again.
+
+    Args:
+        points: the points.
+        base: folder that relative data paths start from.
+        out: holds a folder a case, by its hash, and the table of all.
+        device: where models go.
+
+    Raises:
+        BadInputError: the folder cannot be written.
+    """
+    results: list[Result] = []
+    loaded: dict[str, TransformersModel] = {}
+    for number, point in enumerate(points, 1):
+        results.append(_run(point, base, out, device, loaded))
+        _write(out / TABLE, results)
+        step("points", number, len(points))
+        yield results[-1]
+
+
+def _run(point: Point, base: Path, out: Path, device: torch.device, loaded: dict[str, TransformersModel]) -> Result:
+    records: list[Record] = []
+    case = point.case
+    # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
+    key = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, case.data.model_dump(mode="json")])
+    try:
+        ready = audit.prepare(case, base, device, loaded.get(key) if case.lora is None else None)
+        if case.lora is None:
+            loaded.clear()
+            loaded[key] = ready.model
+        for record in audit.run(ready, out / case.content_hash()):
+            records.append(record)
+            step(f"batches: {point.title}", len(records), len(ready.batches))
+    except AuditError as error:
+        return Result(point, None, error=str(error))
+    return Result(point, summarize(records)[0], tuple(records))
+
+
+def _write(path: Path, results: Sequence[Result]) -> None:
+    axes = list(results[0].point.values)
+    sides = [f"{name} {part}" for name in SCORES for part in ("mean", "low", "high")]
+    rows = []
+    for result in results:
+        row: dict[str, Any] = dict(result.point.values) | {"case": result.point.case.content_hash()}
+        row["error"] = result.failed or ""
+        if result.summary is not None:
+            found = result.summary
+            row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds}
+            row |= {"flags": " ".join(found.flags), "blind rougeL": found.baseline["rougeL"].mean}
+            for name in SCORES:
+                value = found.scores[name]
+                row |= {f"{name} mean": value.mean, f"{name} low": value.low, f"{name} high": value.high}
+        rows.append(row)
+    columns = [*axes, "batches", "failed", *sides, "blind rougeL", "seconds", "flags", "error", "case"]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf8", newline="") as file:
+            table = csv.DictWriter(file, columns, restval="")
+            table.writeheader()
+            table.writerows(rows)
+    except OSError as error:
+        raise BadInputError(f"cannot write {path} ({error.strerror}); choose another --out") from None

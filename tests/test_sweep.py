@@ -1,0 +1,152 @@
+"""Sweeps: every combination once, each the case that `run` would run; no stop and no failing point loses another."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import tiny_models
+from gradaudit import audit
+from gradaudit.case import load_case
+from gradaudit.cli import app
+from gradaudit.errors import BadInputError
+from gradaudit.sweep import TABLE, load_sweep, run_sweep
+
+CPU = torch.device("cpu")
+RUN = CliRunner()
+
+
+@pytest.fixture
+def sweep(folders, tmp_path: Path) -> Path:
+    """Two sizes by three defenses, on a tiny Llama."""
+    rows = tiny_models.sentences([4, 3, 5, 4, 3, 5], seed=3, distinct=False)
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"{t},{i % 2}\n" for i, t in enumerate(rows)))
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        f'model = "random:{folders["llama"]}"\n'
+        '[data]\npath = "rows.csv"\nlabel = "label"\nbatches = 2\n'
+        '[attack]\nname = "dager"\n'
+        "[axes]\ndata.batch_size = [1, 2]\n"
+        'defense = [[], [{name = "gaussian", sigma = 10.0}], [{name = "clip", norm = 0.5}, {name = "sign"}]]\n'
+    )
+    return path
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with open(folder / TABLE, encoding="utf8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_combination_is_a_point_the_last_axis_fastest(sweep: Path):
+    points = load_sweep(sweep)
+    assert [(p.values["data.batch_size"], p.values["defense"]) for p in points] == [
+        (size, defense) for size in ("1", "2") for defense in ("none", "gaussian sigma=10.0", "clip norm=0.5; sign")
+    ]
+    assert [p.case.data.batch_size for p in points] == [1, 1, 1, 2, 2, 2]
+    assert [len(p.case.defense) for p in points] == [0, 1, 2, 0, 1, 2]
+    assert {p.case.data.batches for p in load_sweep(sweep, ["data.batches=3"])} == {3}
+
+
+def test_a_point_is_the_case_that_run_would_run(sweep: Path):
+    point = load_sweep(sweep)[4]
+    plain = sweep.read_text().split("[axes]")[0]
+    alone = sweep.with_name("case.toml")
+    alone.write_text(plain.replace("batches = 2", "batches = 2\nbatch_size = 2") + point_defense())
+    assert load_case(alone).content_hash() == point.case.content_hash()
+
+
+def point_defense() -> str:
+    return '[[defense]]\nname = "gaussian"\nsigma = 10.0\n'
+
+
+def test_points_are_run_scored_and_written_and_a_second_run_attacks_nothing(sweep: Path, tmp_path: Path, monkeypatch):
+    points, out = load_sweep(sweep), tmp_path / "out"
+    results = list(run_sweep(points, tmp_path, out, CPU))
+    exact = [None if r.summary is None else r.summary.scores["exact"].mean for r in results]
+    assert exact[0] == exact[3] == 100.0, "no defense: exact"
+    assert exact[1] == exact[4] == 0.0, "noise far above the gradient"
+    rows = table(out)
+    assert [row["defense"] for row in rows] == [p.values["defense"] for p in points]
+    assert [float(row["exact mean"]) for row in rows] == exact
+    assert "defense-not-modeled" in rows[1]["flags"]
+    assert "defense-not-modeled" not in rows[0]["flags"]
+    monkeypatch.setattr(audit, "audit_batch", lambda *_: pytest.fail("attacked again"))
+    again = list(run_sweep(points, tmp_path, out, CPU))
+    assert [r.summary for r in again] == [r.summary for r in results]
+
+
+def test_a_stop_loses_nothing_that_was_finished(sweep: Path, tmp_path: Path, monkeypatch):
+    out, real, calls = tmp_path / "out", audit.audit_batch, []
+
+    def stopped(ready, index):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(index)
+        return real(ready, index)
+
+    monkeypatch.setattr(audit, "audit_batch", stopped)
+    told = RUN.invoke(app, ["sweep", str(sweep), "--out", str(out)])
+    assert told.exit_code == 3
+    assert "1 of 6 points are kept" in " ".join(told.stderr.split())
+    counted: list[int] = []
+    monkeypatch.setattr(audit, "audit_batch", lambda ready, index: counted.append(index) or real(ready, index))
+    done = RUN.invoke(app, ["sweep", str(sweep), "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    assert len(counted) == 12 - 3
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["values"]["data.batch_size"] for line in lines] == ["1"] * 3 + ["2"] * 3
+
+
+def test_a_point_that_cannot_be_run_does_not_stop_the_others(sweep: Path, tmp_path: Path):
+    text = sweep.read_text().split("defense = ")[0] + 'client.padding = ["right", "left"]\n'
+    sweep.write_text(text.replace("llama", "bert"))
+    told = RUN.invoke(app, ["sweep", str(sweep), "--out", str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    assert "not run" in told.stdout
+    assert "padding" in told.stderr
+    rows = table(tmp_path / "out")
+    assert [bool(row["error"]) for row in rows] == [False, True, False, True]
+    assert [row["exact mean"] != "" for row in rows] == [True, False, True, False]
+    sweep.write_text(sweep.read_text().replace('["right", "left"]', '["left"]'))
+    assert RUN.invoke(app, ["sweep", str(sweep), "--out", str(tmp_path / "none")]).exit_code == 3
+
+
+def test_the_model_is_loaded_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):
+    loads: list[str] = []
+    real = audit.load_model
+    monkeypatch.setattr(audit, "load_model", lambda spec, device: loads.append(spec.name) or real(spec, device))
+    list(run_sweep(load_sweep(sweep)[:3], tmp_path, tmp_path / "out", CPU))
+    assert len(loads) == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ("", "no [axes]"),
+        ("[axes]\nseed = 3", "axis 'seed' needs a list"),
+        ("[axes]\nseed = []", "axis 'seed' needs a list"),
+        ("[axes]\nseed = [1, 1]", "two points are the same case: seed 1; and seed 1"),
+        ("[axes]\nsed = [1, 2]", "unknown key 'sed'"),
+        ("[axes]\nmodel.name = [1]", "'model' is a value, not a table"),
+        ('[axes]\nattack = [{name = "dagger"}]', "at attack dagger: unknown attack 'dagger'"),
+        ('axes = "all"', "must be a table"),
+        ("[axes]\nseed = [%s]\ndata.shuffle_seed = [%s]" % (("1,2,3,4,5,6,7,8,9,0," * 15,) * 2), "at most 10000"),
+    ],
+)  # fmt: skip
+def test_axes_that_make_no_sweep_are_refused_in_a_sentence(tmp_path: Path, axes: str, said: str):
+    path = tmp_path / "sweep.toml"
+    path.write_text(f'model = "minilm"\n{axes}\n' + ("" if "attack" in axes else '[attack]\nname = "blind"\n'))
+    with pytest.raises(BadInputError) as refused:
+        load_sweep(path)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_run_says_that_a_sweep_is_one(sweep: Path):
+    with pytest.raises(BadInputError, match="gradaudit sweep"):
+        load_case(sweep)
