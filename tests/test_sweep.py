@@ -43,17 +43,17 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 
 def test_every_combination_is_a_point_the_last_axis_fastest(sweep: Path):
-    points = load_sweep(sweep)
+    points = load_sweep(sweep).points
     assert [(p.values["data.batch_size"], p.values["defense"]) for p in points] == [
         (size, defense) for size in ("1", "2") for defense in ("none", "gaussian sigma=10.0", "clip norm=0.5; sign")
     ]
     assert [p.case.data.batch_size for p in points] == [1, 1, 1, 2, 2, 2]
     assert [len(p.case.defense) for p in points] == [0, 1, 2, 0, 1, 2]
-    assert {p.case.data.batches for p in load_sweep(sweep, ["data.batches=3"])} == {3}
+    assert {p.case.data.batches for p in load_sweep(sweep, ["data.batches=3"]).points} == {3}
 
 
 def test_a_point_is_the_case_that_run_would_run(sweep: Path):
-    point = load_sweep(sweep)[4]
+    point = load_sweep(sweep).points[4]
     plain = sweep.read_text().split("[axes]")[0]
     alone = sweep.with_name("case.toml")
     alone.write_text(plain.replace("batches = 2", "batches = 2\nbatch_size = 2") + point_defense())
@@ -65,18 +65,18 @@ def point_defense() -> str:
 
 
 def test_points_are_run_scored_and_written_and_a_second_run_attacks_nothing(sweep: Path, tmp_path: Path, monkeypatch):
-    points, out = load_sweep(sweep), tmp_path / "out"
-    results = list(run_sweep(points, tmp_path, out, CPU))
+    asked, out = load_sweep(sweep), tmp_path / "out"
+    results = list(run_sweep(asked, tmp_path, out, CPU))
     exact = [None if r.summary is None else r.summary.scores["exact"].mean for r in results]
     assert exact[0] == exact[3] == 100.0, "no defense: exact"
     assert exact[1] == exact[4] == 0.0, "noise far above the gradient"
     rows = table(out)
-    assert [row["defense"] for row in rows] == [p.values["defense"] for p in points]
+    assert [row["defense"] for row in rows] == [p.values["defense"] for p in asked.points]
     assert [float(row["exact mean"]) for row in rows] == exact
     assert "defense-not-modeled" in rows[1]["flags"]
     assert "defense-not-modeled" not in rows[0]["flags"]
     monkeypatch.setattr(audit, "audit_batch", lambda *_: pytest.fail("attacked again"))
-    again = list(run_sweep(points, tmp_path, out, CPU))
+    again = list(run_sweep(asked, tmp_path, out, CPU))
     assert [r.summary for r in again] == [r.summary for r in results]
 
 
@@ -120,7 +120,7 @@ def test_the_model_is_loaded_once_for_points_that_share_it(sweep: Path, tmp_path
     loads: list[str] = []
     real = audit.load_model
     monkeypatch.setattr(audit, "load_model", lambda spec, device: loads.append(spec.name) or real(spec, device))
-    list(run_sweep(load_sweep(sweep)[:3], tmp_path, tmp_path / "out", CPU))
+    list(run_sweep(load_sweep(sweep), tmp_path, tmp_path / "out", CPU))
     assert len(loads) == 1
 
 

@@ -279,24 +279,33 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
+    from dataclasses import asdict
+
     from gradaudit.audit import pick_device
     from gradaudit.leakage.compiled import compiling
     from gradaudit.sweep import TABLE, load_sweep, run_sweep
     from gradaudit.terminal import progress_bars, sweep_table
 
-    points = load_sweep(sweep_file, set_)
+    asked = load_sweep(sweep_file, set_)
     place = pick_device(device)
     results = []
     try:
         with progress_bars(err, quiet=as_json), compiling(compile_):
-            for result in run_sweep(points, sweep_file.resolve().parent, folder, place):
+            for result in run_sweep(asked, sweep_file.resolve().parent, folder, place):
                 results.append(result)
                 if as_json:
                     scores = None if result.summary is None else _summary_line(result.summary)
-                    _print_json({"values": dict(result.point.values), "error": result.failed, "summary": scores})
+                    _print_json(
+                        {
+                            "values": dict(result.point.values),
+                            "error": result.failed,
+                            "summary": scores,
+                            "utility": None if result.utility is None else asdict(result.utility),
+                        }
+                    )
     except KeyboardInterrupt:
         err.print(
-            f"interrupted; {len(results)} of {len(points)} points are kept in {folder}, "
+            f"interrupted; {len(results)} of {len(asked.points)} points are kept in {folder}, "
             "run the same command again to go on"
         )
         raise typer.Exit(ExitCode.INCONCLUSIVE) from None

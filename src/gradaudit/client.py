@@ -71,12 +71,14 @@ class Client:
                 raise BadInputError(f"freeze: '{name}' holds more than the roles named; freeze all of its roles")
         return tuple(seen)
 
-    def update(self, batch: Batch, rng: torch.Generator) -> Update:
+    def update(self, batch: Batch, rng: torch.Generator, expected: float | None = None) -> Update:
         """Train on the batch and return what leaves the client.
 
         Args:
             batch: the private batch.
             rng: the client's random stream; dropout, minibatch order and defenses each get their own from it.
+            expected: sentences a batch has in the mean, where this one was drawn by chance: a defense of examples'
+                gradients divides by it; None for the batch's own.
 
         Raises:
             BadInputError: an empty batch, nothing left to train, or a training that diverged.
@@ -89,7 +91,7 @@ class Client:
         if not trained:
             raise BadInputError("every parameter is frozen; nothing is trained and nothing is sent")
         if self.training.optimizer == "none":
-            tensors = self._gradient(batch, trained, seed)
+            tensors = self._gradient(batch, trained, seed, expected)
         else:
             tensors = self._weight_change(batch, trained, seed)
         for place, defense in enumerate(self.defenses):
@@ -135,12 +137,14 @@ class Client:
             defenses=update.defenses if given.defenses else None,
         )
 
-    def _gradient(self, batch: Batch, trained: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    def _gradient(
+        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+    ) -> dict[str, Tensor]:
         everything = torch.arange(len(batch.ids))
         guard = self._guard()
         if guard is not None:
             examples = ExampleGradients(self.model, trained)
-            return self._guarded(guard, examples, batch, everything, float(len(everything)), seed, 0)
+            return self._guarded(guard, examples, batch, everything, expected or float(len(everything)), seed, 0)
         with self._mode(seed, 0):
             loss = self._loss(batch, everything, None)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

@@ -6,23 +6,26 @@ import csv
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from gradaudit import audit
 from gradaudit.case import Case, case_data, parse_case
-from gradaudit.errors import AuditError, BadInputError
+from gradaudit.errors import AuditError, BadInputError, unknown_name
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.progress import step
 from gradaudit.record import SCORES, Record, Summary
+from gradaudit.utility import Utility, UtilityTable, kept_utility
 
 MOST = 10_000
 """Points of one sweep: more are a slip of the pen."""
-TABLE = "sweep.csv"
+TABLE, UTILITY = "sweep.csv", "utility"
+COSTS = ("accuracy", "f1", "mcc", "epsilon")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,19 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """What a sweep's file says.
+
+    Args:
+        points: all combinations of the axes, the last axis changing fastest.
+        utility: how the cost of the client's defenses is measured; None: it is not.
+    """
+
+    points: tuple[Point, ...]
+    utility: UtilityTable | None = None
+
+
+@dataclass(frozen=True)
 class Result:
     """What a point gave.
 
@@ -52,12 +68,14 @@ class Result:
         summary: over its batches; None where it could not be run.
         records: of every batch.
         error: why it could not be run.
+        utility: what training with this client gives; None where it was not asked for or is not measured.
     """
 
     point: Point
     summary: Summary | None
     records: tuple[Record, ...] = ()
     error: str | None = None
+    utility: Utility | None = None
 
     @property
     def failed(self) -> str | None:
@@ -67,11 +85,11 @@ class Result:
         return self.records[0].error if self.summary.failed == self.summary.n else None
 
 
-def load_sweep(path: Path, settings: Sequence[str] = ()) -> tuple[Point, ...]:
-    """Return the points of a TOML file, all combinations of its axes, the last axis changing fastest.
+def load_sweep(path: Path, settings: Sequence[str] = ()) -> Sweep:
+    """Return the sweep of a TOML file.
 
     Args:
-        path: a case with an [axes] table: keys of the case, with a list of values each.
+        path: a case with an [axes] table, keys of the case with a list of values each, and perhaps a [utility] table.
         settings: "data.batches=2" assignments, as for one case.
 
     Raises:
@@ -79,6 +97,7 @@ def load_sweep(path: Path, settings: Sequence[str] = ()) -> tuple[Point, ...]:
     """
     data = case_data(path, settings)
     axes = dict(_axes(data.pop("axes", {})))
+    cost = data.pop("utility", None)
     if not axes:
         raise BadInputError(f"{path} has no [axes] table; give keys with lists of values, or use 'gradaudit run'")
     count = 1
@@ -92,7 +111,14 @@ def load_sweep(path: Path, settings: Sequence[str] = ()) -> tuple[Point, ...]:
         same = seen.setdefault(point.case.content_hash(), point)
         if same is not point:
             raise BadInputError(f"two points are the same case: {same.title}; and {point.title}")
-    return tuple(points)
+    try:
+        return Sweep(tuple(points), None if cost is None else UtilityTable.model_validate(cost))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise unknown_name("key in [utility]", key, UtilityTable.model_fields) from None
+        raise BadInputError(f"utility.{key}: {first['msg']}, got {first['input']!r}") from None
 
 
 def _axes(table: Any, before: str = "") -> Iterator[tuple[str, list[Any]]]:
@@ -133,11 +159,11 @@ def _words(value: Any) -> str:
     return str(value)
 
 
-def run_sweep(points: Sequence[Point], base: Path, out: Path, device: torch.device) -> Iterator[Result]:
+def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iterator[Result]:
     """Run every point into its own folder and yield what it gave; what is finished is read, not run again.
 
     Args:
-        points: the points.
+        sweep: its points, and how utility is measured.
         base: folder that relative data paths start from.
         out: holds a folder a case, by its hash, and the table of all.
         device: where models go.
@@ -147,18 +173,26 @@ def run_sweep(points: Sequence[Point], base: Path, out: Path, device: torch.devi
     """
     results: list[Result] = []
     loaded: dict[str, TransformersModel] = {}
-    for number, point in enumerate(points, 1):
-        results.append(_run(point, base, out, device, loaded))
+    for number, point in enumerate(sweep.points, 1):
+        results.append(_run(point, sweep.utility, base, out, device, loaded))
         _write(out / TABLE, results)
-        step("points", number, len(points))
+        step("points", number, len(sweep.points))
         yield results[-1]
 
 
-def _run(point: Point, base: Path, out: Path, device: torch.device, loaded: dict[str, TransformersModel]) -> Result:
+def _run(
+    point: Point,
+    cost: UtilityTable | None,
+    base: Path,
+    out: Path,
+    device: torch.device,
+    loaded: dict[str, TransformersModel],
+) -> Result:
     records: list[Record] = []
     case = point.case
     # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
-    key = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, case.data.model_dump(mode="json")])
+    source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed"})
+    key = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, source])
     try:
         ready = audit.prepare(case, base, device, loaded.get(key) if case.lora is None else None)
         if case.lora is None:
@@ -167,9 +201,10 @@ def _run(point: Point, base: Path, out: Path, device: torch.device, loaded: dict
         for record in audit.run(ready, out / case.content_hash()):
             records.append(record)
             step(f"batches: {point.title}", len(records), len(ready.batches))
+        found = None if cost is None else kept_utility(out / UTILITY, case, cost, ready.model, ready.rows)
     except AuditError as error:
         return Result(point, None, error=str(error))
-    return Result(point, summarize(records)[0], tuple(records))
+    return Result(point, summarize(records)[0], tuple(records), utility=found)
 
 
 def _write(path: Path, results: Sequence[Result]) -> None:
@@ -183,11 +218,13 @@ def _write(path: Path, results: Sequence[Result]) -> None:
             found = result.summary
             row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds}
             row |= {"flags": " ".join(found.flags), "blind rougeL": found.baseline["rougeL"].mean}
+            if result.utility is not None:
+                row |= {name: value for name, value in asdict(result.utility).items() if name in COSTS}
             for name in SCORES:
                 value = found.scores[name]
                 row |= {f"{name} mean": value.mean, f"{name} low": value.low, f"{name} high": value.high}
         rows.append(row)
-    columns = [*axes, "batches", "failed", *sides, "blind rougeL", "seconds", "flags", "error", "case"]
+    columns = [*axes, "batches", "failed", *sides, "blind rougeL", *COSTS, "seconds", "flags", "error", "case"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf8", newline="") as file:

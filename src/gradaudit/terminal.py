@@ -103,7 +103,9 @@ def sweep_table(results: Sequence[Result]) -> Table:
     )
     for key in results[0].point.values:
         table.add_column(escape(key.split(".")[-1]))
-    for name in ("R-1", "R-L", "exact", "blind", "batches", "s"):
+    costs = any(r.utility is not None for r in results)
+    names = ("R-1", "R-L", "exact", "blind", "batches", "s") + (("acc", "mcc", "epsilon") if costs else ())
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         found, values = result.summary, map(escape, result.point.values.values())
@@ -115,7 +117,12 @@ def sweep_table(results: Sequence[Result]) -> Table:
         failed = f" ({found.failed} failed)" if found.failed else ""
         blind = f"{found.baseline['rougeL'].mean or 0:.1f}"
         longest = bound + _cell(found.scores["rougeL"])
-        table.add_row(*values, bound + one, longest, bound + exact, blind, f"{found.n}{failed}", f"{found.seconds:.1f}")
+        cost = result.utility
+        spent = "-" if cost is None or cost.epsilon is None else shortened(cost.epsilon)
+        paid = () if cost is None else (f"{cost.accuracy:.1f}", f"{cost.mcc:.1f}", spent)
+        table.add_row(
+            *values, bound + one, longest, bound + exact, blind, f"{found.n}{failed}", f"{found.seconds:.1f}", *paid
+        )
     return table
 
 

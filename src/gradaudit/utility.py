@@ -1,0 +1,228 @@
+"""What a defense costs: the model fine-tuned through the very client that is audited, and tested on rows left out."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from gradaudit.case import Case
+from gradaudit.client import Client
+from gradaudit.data.source import Rows, make_batch
+from gradaudit.defenses.base import ExampleDefense
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.progress import track
+from gradaudit.registry import describe
+from gradaudit.streams import stream
+from gradaudit.types import Batch
+
+_AT_ONCE = 64
+"""Sentences a forward pass of the test."""
+
+
+class UtilityTable(BaseModel):
+    """[utility]: how the model is fine-tuned and tested."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    steps: int = Field(default=300, ge=1, description="rounds: one client's update each, applied by the server")
+    batch_size: int = Field(default=16, ge=1, description="sentences of an update")
+    learning_rate: float = Field(default=1e-4, gt=0, description="of the server's AdamW; weight changes are added")
+    test_rows: int = Field(default=500, ge=2, description="rows that are tested on and never trained on")
+    delta: float | None = Field(default=None, gt=0, lt=1, description="of epsilon; one in the training rows if not set")
+
+
+@dataclass(frozen=True)
+class Utility:
+    """How good the model is after training with the defense.
+
+    Args:
+        accuracy: share of the test rows that are classed right, 0 to 100.
+        f1: F1 of class 1 (two classes) or the mean of all classes', 0 to 100.
+        mcc: Matthews correlation coefficient, -100 to 100.
+        before: accuracy before any step, 0 to 100.
+        train_rows, test_rows: how many.
+        epsilon: that one training row has, by the smallest of the accountants; None where the defense has none.
+        seconds: of the training.
+    """
+
+    accuracy: float
+    f1: float
+    mcc: float
+    before: float
+    train_rows: int
+    test_rows: int
+    epsilon: float | None
+    seconds: float
+
+
+def kept_utility(folder: Path, case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> Utility:
+    """Return the utility of a case's client, from the folder where it was measured before.
+
+    Args:
+        folder: holds a file a measurement, named by the hash of all that decides it.
+        case: whose model, client and defenses.
+        how: the training.
+        model: the case's model; it is left as it is.
+        rows: the case's data.
+
+    Raises:
+        BadInputError: too few rows, the folder cannot be written, or the extra `utility` is missing.
+        NotSupportedError: next-word training, adapters.
+    """
+    path = folder / f"{_identity(case, how, model, rows)}.json"
+    if path.is_file():
+        try:
+            return Utility(**json.loads(path.read_text(encoding="utf8")))
+        except (ValueError, TypeError):
+            pass  # cut short by a kill: measured again
+    found = utility(case, how, model, rows)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(found)), encoding="utf8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {path} ({error.strerror}); choose another --out") from None
+    return found
+
+
+def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> Utility:
+    """Fine-tune a copy of the model with the case's client and defenses, and test it; see `kept_utility`."""
+    if case.task != "classification" or rows.labels is None:
+        raise NotSupportedError("utility is measured on classification; leave [utility] away for next words")
+    if case.lora is not None:
+        raise NotSupportedError("utility of adapters is not measured yet; leave [utility] away with [lora]")
+    order = torch.randperm(len(rows.texts), generator=stream(case.seed, "utility split")).tolist()
+    order = [row for row in order if rows.texts[row].strip()]
+    test, train = order[: how.test_rows], order[how.test_rows :]
+    if len(train) < how.batch_size:
+        raise BadInputError(
+            f"{rows.where} has {len(order)} rows: with {how.test_rows} to test on too few are left to train on; lower "
+            "test_rows or batch_size in [utility]"
+        )
+    began = time.perf_counter()
+    tuned = copy.deepcopy(model)
+    before = _scores(tuned, rows, test)["accuracy"]
+    client = Client(
+        tuned,
+        case.client.training(),
+        case.client.dropout,
+        case.client.freeze,
+        case.build_defenses(),
+        case.client.dropout_rate,
+        case.client.padding,
+    )
+    guard = client.defenses[0] if client.defenses and isinstance(client.defenses[0], ExampleDefense) else None
+    parameters = tuned.parameters()
+    server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0)
+    for step, chosen in enumerate(track(list(_draws(case, how, train, guard)), "training")):
+        if not chosen:
+            continue  # sampling chose nobody: once in e^batch_size steps
+        rng = stream(case.seed, "utility", step)
+        update = client.update(_batch(tuned, rows, chosen), rng, expected=float(how.batch_size))
+        with torch.no_grad():
+            for name, p in parameters.items():
+                change = update.tensors.get(name)
+                if update.kind == "delta" and change is not None:
+                    p.add_(change)
+                p.grad = change if update.kind == "gradient" else None
+        server.step()
+        tuned.weights_changed()
+    return Utility(
+        **_scores(tuned, rows, test),
+        before=before,
+        train_rows=len(train),
+        test_rows=len(test),
+        epsilon=_epsilon(case, how, guard, len(train)),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _draws(case: Case, how: UtilityTable, train: list[int], guard: ExampleDefense | None) -> Iterator[list[int]]:
+    rng = stream(case.seed, "utility rows")
+    if guard is not None and guard.sampled:
+        for _ in range(how.steps):
+            yield [train[i] for i in (torch.rand(len(train), generator=rng) < how.batch_size / len(train)).nonzero()]
+        return
+    left: list[int] = []
+    for _ in range(how.steps):
+        if len(left) < how.batch_size:
+            left = [train[i] for i in torch.randperm(len(train), generator=rng)]
+        yield left[: how.batch_size]
+        left = left[how.batch_size :]
+
+
+def _epsilon(case: Case, how: UtilityTable, guard: ExampleDefense | None, rows: int) -> float | None:
+    said: dict[str, Any] = describe(guard) if guard is not None else {}
+    if said.get("name") != "dp-sgd" or said["noise_multiplier"] == 0 or case.client.optimizer != "none":
+        return None
+    from gradaudit.accounting.check import check
+    from gradaudit.accounting.claim import DPSGDClaim
+
+    claim = DPSGDClaim(
+        name="utility",
+        mechanism="dp-sgd",
+        noise_multiplier=said["noise_multiplier"],
+        batch_size=how.batch_size,
+        examples=rows,
+        steps=how.steps,
+        sampling="poisson" if said["poisson"] else "shuffled",
+        delta=how.delta or 1 / rows,
+    )
+    return next(line.all_rounds for line in check(claim).supported if line.unit == "example")
+
+
+def _batch(model: TransformersModel, rows: Rows, chosen: list[int]) -> Batch:
+    assert rows.labels is not None
+    return make_batch(model, [rows.texts[i] for i in chosen], [rows.labels[i] for i in chosen])
+
+
+@torch.no_grad()
+def _scores(model: TransformersModel, rows: Rows, test: list[int]) -> dict[str, float]:
+    try:
+        from torchmetrics.functional import accuracy, f1_score, matthews_corrcoef
+    except ImportError:
+        raise BadInputError("utility needs torchmetrics: pip install 'gradaudit[utility]'") from None
+    said, true = [], []
+    for at in range(0, len(test), _AT_ONCE):
+        batch = _batch(model, rows, test[at : at + _AT_ONCE])
+        assert batch.labels is not None
+        logits = model.logits(ids=batch.ids.to(model.device), mask=batch.mask.to(model.device))
+        said.append(logits.argmax(1).cpu())
+        true.append(batch.labels)
+    found, truth = torch.cat(said), torch.cat(true)
+    classes: Any = {"task": "multiclass", "num_classes": model.spec.labels}
+    both: Any = {"task": "binary"} if model.spec.labels == 2 else classes | {"average": "macro"}
+    kind: Any = {"task": "binary"} if model.spec.labels == 2 else classes
+
+    def percent(value: Tensor) -> float:
+        return 100 * float(value)
+
+    return {
+        "accuracy": percent(accuracy(found, truth, **classes)),
+        "f1": percent(f1_score(found, truth, **both)),
+        "mcc": percent(matthews_corrcoef(found, truth, **kind)),
+    }
+
+
+def _identity(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> str:
+    data = {
+        "model": model.fingerprint(),
+        "rows": rows.sha256,
+        "columns": [case.data.text, case.data.label],
+        "seed": case.seed,
+        "task": [case.task, case.loss],
+        "client": case.client.model_dump(mode="json"),
+        "defense": [json.loads(json.dumps(describe(d))) for d in case.build_defenses()],
+        "utility": how.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,198 @@
+"""Utility: a task that can be learned is learned, noise costs it, and what is tested on is never trained on."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gradaudit.utility
+from gradaudit import audit
+from gradaudit.accounting.epsilon import sampled_epsilons
+from gradaudit.case import parse_case
+from gradaudit.cli import app
+from gradaudit.client import Client
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.sweep import load_sweep, run_sweep
+from gradaudit.utility import Utility, UtilityTable, kept_utility, utility
+
+CPU = torch.device("cpu")
+SHORT = UtilityTable(steps=80, batch_size=8, learning_rate=3e-3, test_rows=60)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """240 sentences; those of class 1 have the word "cold", the others "warm"."""
+    draw, words = random.Random(0), "river stone cloud garden window letter doctor teacher".split()
+    lines = ["text,label"]
+    for n in range(240):
+        some = draw.choices(words, k=4)
+        some.insert(draw.randrange(4), "cold" if n % 2 else "warm")
+        lines.append(f"{' '.join(some)} {n % 7 * 'the '},{n % 2}")
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def measured(folders: Any, rows: Path, how: UtilityTable = SHORT, **over: Any) -> Utility:
+    return utility(*given(folders, rows, how, **over))
+
+
+def given(folders: Any, rows: Path, how: UtilityTable = SHORT, **over: Any) -> tuple[Any, ...]:
+    data = {
+        "model": f"random:{folders['bert']}",
+        "data": {"path": str(rows), "label": "label"},
+        "attack": {"name": "blind"},
+    }
+    ready = audit.prepare(parse_case(data | over), Path.cwd(), CPU)
+    return ready.case, how, ready.model, ready.rows
+
+
+def test_a_task_is_learned_and_noise_costs_it(folders, rows):
+    plain = measured(folders, rows)
+    assert plain.before < 75
+    assert plain.accuracy > 90
+    assert plain.mcc > 80
+    assert plain.epsilon is None
+    assert (plain.train_rows, plain.test_rows) == (180, 60)
+    noisy = measured(folders, rows, defense=[{"name": "gaussian", "sigma": 100.0}])
+    assert noisy.accuracy < plain.accuracy - 20
+    assert measured(folders, rows).accuracy == plain.accuracy
+
+
+def test_weight_changes_are_added(folders, rows):
+    local = {"optimizer": "adamw", "learning_rate": 3e-3}
+    assert measured(folders, rows, client=local).accuracy > 90
+    still = measured(folders, rows, client=local | {"learning_rate": 1e-12})
+    assert still.accuracy == still.before
+
+
+def test_clipped_and_noised_gradients_of_examples_cost_too_and_their_epsilon_is_said(folders, rows):
+    loose = measured(folders, rows, defense=[{"name": "dp-sgd", "clip": 1.0, "noise_multiplier": 0.01}])
+    assert loose.accuracy > 90
+    tight = measured(folders, rows, defense=[{"name": "dp-sgd", "clip": 1.0, "noise_multiplier": 20.0}])
+    assert tight.accuracy < loose.accuracy - 20
+    expected = sampled_epsilons(20.0, 8 / 180, 80, 1 / 180)
+    assert tight.epsilon == min(e for e in expected.values() if e is not None)
+    assert loose.epsilon is not None
+    assert loose.epsilon > 1000 * tight.epsilon
+    assert measured(folders, rows, defense=[{"name": "dp-sgd", "noise_multiplier": 0.0}]).epsilon is None
+
+
+def test_what_is_tested_on_is_never_trained_on_and_every_row_is_one_or_the_other(folders, rows, monkeypatch):
+    trained: set[str] = set()
+    real = Client.update
+    monkeypatch.setattr(
+        Client, "update", lambda self, batch, *a, **k: trained.update(batch.texts) or real(self, batch, *a, **k)
+    )
+    tested: list[set[str]] = []
+    made = gradaudit.utility._batch
+    monkeypatch.setattr(
+        gradaudit.utility,
+        "_batch",
+        lambda m, r, chosen: tested.append({r.texts[i] for i in chosen}) or made(m, r, chosen),
+    )
+    numbered = rows.with_name("numbered.csv")
+    lines = rows.read_text().splitlines()
+    words = (
+        "maria peter london paris seven twelve ninety monday friday horse rabbit eagle spider mouse tiger whale".split()
+    )
+    tails = [f"{a} {b}" for a in words for b in words]
+    numbered.write_text(
+        "\n".join([lines[0], *(f"{tail} {line}" for tail, line in zip(tails, lines[1:], strict=False))]) + "\n"
+    )
+    measured(folders, numbered)
+    held = tested[0]
+    assert len(held) == 60
+    assert not held & trained
+    assert len(trained) == 180, "640 draws without replacement pass over all"
+
+
+def test_sampling_draws_each_row_by_chance_and_divides_by_the_expected_batch(folders, rows, monkeypatch):
+    seen: list[tuple[int, float]] = []
+    real = Client.update
+
+    def update(self, batch, rng, expected=None):
+        seen.append((len(batch.ids), expected))
+        return real(self, batch, rng, expected)
+
+    monkeypatch.setattr(Client, "update", update)
+    measured(folders, rows, UtilityTable(steps=60, batch_size=4, test_rows=60), defense=[{"name": "dp-sgd"}])
+    sizes = torch.tensor([float(n) for n, _ in seen])
+    assert {e for _, e in seen} == {4.0}
+    assert float(sizes.mean()) == pytest.approx(4.0, abs=4 * (4 / 60) ** 0.5)
+    assert len(set(sizes.tolist())) > 3
+
+
+def test_the_model_is_left_as_it_was(folders, rows):
+    case, how, model, data = given(folders, rows)
+    before, changed = model.fingerprint_of(model.parameters()), model.remember()
+    utility(case, how, model, data)
+    assert not changed()
+    assert model.fingerprint_of(model.parameters()) == before
+
+
+def test_it_is_measured_once_and_again_where_the_file_was_cut(folders, rows, tmp_path, monkeypatch):
+    asked = given(folders, rows, UtilityTable(steps=2, batch_size=4, test_rows=60))
+    first = kept_utility(tmp_path / "kept", *asked)
+    (path,) = (tmp_path / "kept").iterdir()
+    monkeypatch.setattr(gradaudit.utility, "utility", lambda *_: pytest.fail("measured again"))
+    assert kept_utility(tmp_path / "kept", *asked) == first
+    monkeypatch.undo()
+    path.write_text(path.read_text()[:20])
+    assert kept_utility(tmp_path / "kept", *asked).accuracy == first.accuracy
+    other = given(folders, rows, UtilityTable(steps=3, batch_size=4, test_rows=60))
+    kept_utility(tmp_path / "kept", *other)
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_what_cannot_be_measured_says_why(folders, rows, monkeypatch):
+    with pytest.raises(BadInputError, match="too few are left"):
+        measured(folders, rows, UtilityTable(test_rows=239))
+    with pytest.raises(NotSupportedError, match="classification"):
+        measured(folders, rows, model=f"random:{folders['gpt2']}", task="causal-lm")
+    monkeypatch.setitem(sys.modules, "torchmetrics.functional", None)
+    with pytest.raises(BadInputError, match=r"gradaudit\[utility\]"):
+        measured(folders, rows)
+
+
+def test_a_sweep_measures_each_client_once_and_writes_what_it_costs(folders, rows, tmp_path, monkeypatch):
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        f'model = "random:{folders["bert"]}"\n[data]\npath = "rows.csv"\nlabel = "label"\n'
+        "[utility]\nsteps = 3\nbatch_size = 4\ntest_rows = 60\n"
+        '[axes]\nattack = [{name = "blind"}, {name = "dager"}]\ndefense = [[], [{name = "dp-sgd"}]]\n'
+    )
+    calls = []
+    real = gradaudit.utility.utility
+    monkeypatch.setattr(gradaudit.utility, "utility", lambda *a: calls.append(1) or real(*a))
+    results = list(run_sweep(load_sweep(path), tmp_path, tmp_path / "out", CPU))
+    assert len(calls) == 2
+    assert [r.utility.epsilon is None for r in results if r.utility] == [True, False, True, False]
+    told = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    assert len(calls) == 2
+    assert "mcc" in told.stdout
+    header, first = (tmp_path / "out" / "sweep.csv").read_text().splitlines()[:2]
+    assert dict(zip(header.split(","), first.split(","), strict=True))["accuracy"] != ""
+
+
+@pytest.mark.parametrize(("line", "said"), [("stps = 3", "did you mean 'steps'"), ("steps = 0", "utility.steps")])
+def test_a_utility_table_that_is_none_is_refused(tmp_path, line, said):
+    path = tmp_path / "sweep.toml"
+    path.write_text(f'[attack]\nname = "blind"\n[utility]\n{line}\n[axes]\nseed = [1, 2]\n')
+    with pytest.raises(BadInputError) as refused:
+        load_sweep(path)
+    assert said in str(refused.value)
+
+
+def test_the_page_has_every_key_with_its_meaning():
+    text = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text(encoding="utf8")
+    for key, field in UtilityTable.model_fields.items():
+        assert f"| `{key}` |" in text
+        assert str(field.description) in text
