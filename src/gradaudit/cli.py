@@ -282,7 +282,9 @@ def sweep(
     from dataclasses import asdict
 
     from gradaudit.audit import pick_device
+    from gradaudit.frontier import frontiers
     from gradaudit.leakage.compiled import compiling
+    from gradaudit.report.frontier_page import write_frontiers
     from gradaudit.sweep import TABLE, load_sweep, run_sweep
     from gradaudit.terminal import progress_bars, sweep_table
 
@@ -314,6 +316,13 @@ def sweep(
         for problem in sorted({r.failed for r in results if r.failed}):
             err.print(f"[yellow]not run:[/yellow] {escape(problem)}")
         out.print(f"table  {folder / TABLE}", soft_wrap=True)
+    if asked.utility is not None:
+        found = frontiers(results)
+        page = write_frontiers(folder, found, f"Leakage and utility: {sweep_file.stem}")
+        if not as_json:
+            for one in found:
+                out.print(f"\n[bold]Batches of {one.batch_size}:[/bold] {escape(one.reason)}")
+            out.print(f"frontier  {page}", soft_wrap=True)
     if all(r.failed for r in results):
         err.print("inconclusive: no point could be run, see above; a failed attack is no sign of safety")
         raise typer.Exit(ExitCode.INCONCLUSIVE)

@@ -1,0 +1,153 @@
+"""Leakage against utility: which defense stops the attacks at what cost, and which one to take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradaudit.record import Interval
+from gradaudit.sweep import Result
+from gradaudit.utility import Utility
+
+MARGIN = 5.0
+"""ROUGE-L above blind guessing up to which nothing was told: less than one word of a short sentence."""
+USEFUL = 0.25
+"""Share of the best MCC below which a setting has not learned the task, and is recommended to nobody."""
+BOUND = frozenset({"defense-not-modeled", "dropout-not-modeled"})
+"""Flags of an attack that does not know what it is up against: its score is a lower bound."""
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """One way for the client to train, at one batch size.
+
+    Args:
+        client: in words: what of the axes belongs to the client.
+        batch_size: sentences of the attacked updates.
+        leak: ROUGE-L of the strongest attack.
+        blind: ROUGE-L without any gradient.
+        exact: share of sentences that the strongest attack read exactly, 0 to 100.
+        attack: the strongest.
+        bound: no attack that was run reckons with this client: the leak is a lower bound.
+        utility: what the model is worth.
+        dominated: another point of this batch size is at least as good in both, and better in one.
+    """
+
+    client: str
+    batch_size: int
+    leak: Interval
+    blind: float
+    exact: float
+    attack: str
+    bound: bool
+    utility: Utility
+    dominated: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether the strongest attack told no more than blind guessing."""
+        return (self.leak.mean or 0.0) <= self.blind + MARGIN
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """All operating points of one batch size.
+
+    Args:
+        batch_size: sentences of the attacked updates.
+        points: those of the highest utility first.
+        chosen: the one to take; None where no point is silent.
+        reason: why that one, or why none, as a sentence.
+        missing: clients of which an attack or the utility is missing, with the reason.
+    """
+
+    batch_size: int
+    points: tuple[OperatingPoint, ...]
+    chosen: OperatingPoint | None
+    reason: str
+    missing: tuple[str, ...] = ()
+
+
+def frontiers(results: Sequence[Result]) -> tuple[Frontier, ...]:
+    """Return the frontier of each batch size.
+
+    Args:
+        results: of a sweep with a [utility] table; several attacks on one client count by the strongest.
+    """
+    sizes = sorted({r.point.case.data.batch_size for r in results})
+    return tuple(_frontier(size, [r for r in results if r.point.case.data.batch_size == size]) for size in sizes)
+
+
+def _frontier(size: int, results: Sequence[Result]) -> Frontier:
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        case = result.point.case
+        told = [case.model, case.client.model_dump(mode="json"), case.defense, case.lora and case.lora.model_dump()]
+        groups.setdefault(json.dumps(told, sort_keys=True), []).append(result)
+    points, missing = [], []
+    for group in groups.values():
+        point = _point(size, group)
+        if point is None:
+            why = next((r.failed for r in group if r.failed), "its utility was not measured")
+            missing.append(f"{_client(group[0])}: {why}")
+        else:
+            points.append(point)
+    points = [_marked(p, points) for p in sorted(points, key=lambda p: (-p.utility.mcc, p.leak.mean or 0.0))]
+    chosen, reason = _choice(points)
+    return Frontier(size, tuple(points), chosen, reason, tuple(missing))
+
+
+def _client(result: Result) -> str:
+    """What of a point's axes is the client's, in words."""
+    own = ("defense", "client", "lora", "model")
+    said = [f"{v}" if k == "defense" else f"{k} {v}" for k, v in result.point.values.items() if k.split(".")[0] in own]
+    return ", ".join(said) or "the case's client"
+
+
+def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
+    scored = [(r, r.summary) for r in group if r.summary is not None and not r.failed and r.utility is not None]
+    if not scored:
+        return None
+    best, summary = max(scored, key=lambda pair: pair[1].scores["rougeL"].mean or 0.0)
+    assert best.utility is not None
+    return OperatingPoint(
+        client=_client(best),
+        batch_size=size,
+        leak=summary.scores["rougeL"],
+        blind=summary.baseline["rougeL"].mean or 0.0,
+        exact=summary.scores["exact"].mean or 0.0,
+        attack=summary.attack,
+        bound=all(BOUND & set(s.flags) for _, s in scored),
+        utility=best.utility,
+    )
+
+
+def _marked(point: OperatingPoint, points: Sequence[OperatingPoint]) -> OperatingPoint:
+    mine = (point.utility.mcc, -(point.leak.mean or 0.0))
+    others = [(p.utility.mcc, -(p.leak.mean or 0.0)) for p in points]
+    beaten = any(o != mine and o[0] >= mine[0] and o[1] >= mine[1] for o in others)
+    return OperatingPoint(**{**point.__dict__, "dominated": beaten})
+
+
+def _choice(points: Sequence[OperatingPoint]) -> tuple[OperatingPoint | None, str]:
+    if not points:
+        return None, "Nothing was measured here."
+    best = max(p.utility.mcc for p in points)
+    silent = [p for p in points if p.silent]
+    if not silent:
+        least = min(points, key=lambda p: p.leak.mean or 0.0)
+        told = f"{least.leak.mean or 0:.1f} ROUGE-L by '{least.attack}' where blind guessing gives {least.blind:.1f}"
+        return None, f"None of these stops the attacks: the least is told with {least.client}, {told}."
+    firm = [p for p in silent if not p.bound and p.utility.mcc >= USEFUL * best]
+    chosen = max(firm or silent, key=lambda p: p.utility.mcc)
+    kept = f"MCC {chosen.utility.mcc:.1f} where the best here has {best:.1f}"
+    if chosen.utility.mcc < USEFUL * best:
+        return None, f"None of these stops the attacks and learns: what stops them keeps at most {kept}."
+    why = "of what let the strongest attack tell no more than blind guessing it keeps the most"
+    reason = f"Take {chosen.client}: {why}, {kept}."
+    if chosen.bound:
+        reason += " No attack that was run reckons with it: its leak is a lower bound, and no proof that it holds."
+    if chosen.utility.epsilon is None:
+        reason += " It carries no formal guarantee."
+    return chosen, reason

@@ -1,0 +1,117 @@
+"""The frontier as a page and as a drawing: `frontier.html` and an SVG a batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from gradaudit.errors import BadInputError
+from gradaudit.frontier import Frontier, OperatingPoint
+from gradaudit.report.visible import clip, visible
+
+PAGE = "frontier.html"
+_HERE = Path(__file__).parent
+_WIDTH, _HEIGHT = 560, 360
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 540, 18, 308
+
+
+def write_frontiers(folder: Path, found: Sequence[Frontier], title: str) -> Path:
+    """Write the page and a drawing for each batch size into a sweep's folder, and return the page's path.
+
+    Args:
+        folder: the sweep's.
+        found: its frontiers.
+        title: what the page is called.
+
+    Raises:
+        BadInputError: the folder cannot be written.
+    """
+    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
+    drawings = [frontier_svg(one) for one in found]
+    text = environment.get_template("frontier.html.j2").render(
+        title=visible(title),
+        css=Markup((_HERE / "report.css").read_text(encoding="utf8")),
+        frontiers=list(zip(found, drawings, strict=True)),
+        short=lambda value: clip(visible(value), 120),
+    )
+    try:
+        (folder / PAGE).write_text(text, encoding="utf8")
+        for one, drawing in zip(found, drawings, strict=True):
+            (folder / f"frontier-{one.batch_size}.svg").write_text(_alone(drawing), encoding="utf8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {folder / PAGE} ({error.strerror}); choose another --out") from None
+    return folder / PAGE
+
+
+def _alone(drawing: Markup) -> str:
+    # as a file of its own it has no page that gives colors
+    return str(drawing).replace(
+        "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="color:#1c2126;background:#fff" ', 1
+    )
+
+
+def frontier_svg(found: Frontier) -> Markup:
+    """Return an SVG drawing of leakage over utility: numbered points, dominated ones hollow, the chosen one ringed.
+
+    Args:
+        found: the frontier; its points are numbered in its order.
+    """
+    mccs = [p.utility.mcc for p in found.points] or [0.0]
+    low, high = min(0.0, *mccs), max(10.0, *mccs) * 1.05
+
+    def across(value: float) -> float:
+        return _LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT)
+
+    def down(value: float) -> float:
+        return _BOTTOM - min(max(value, 0.0), 100.0) / 100 * (_BOTTOM - _TOP)
+
+    told = f"Leakage over utility at batch size {found.batch_size}: {len(found.points)} settings. {found.reason}"
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" fill="currentColor" font-size="12.5" '
+        'font-family="system-ui, sans-serif">',
+        f"<title>{escape(visible(told))}</title>",
+        f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="currentColor"/>',
+        f'<text x="{(_LEFT + _RIGHT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">utility: Matthews correlation, 0 to '
+        "100 (better to the right)</text>",
+        f'<text transform="translate(14 {(_TOP + _BOTTOM) / 2}) rotate(-90)" text-anchor="middle">leakage: ROUGE-L of '
+        "the strongest attack</text>",
+    ]
+    for value in (0.0, 25.0, 50.0, 75.0, 100.0):
+        parts.append(
+            f'<path d="M{_LEFT} {down(value):.1f}H{_RIGHT}" stroke="currentColor" stroke-width="0.5" opacity="0.2"/>'
+            f'<text x="{_LEFT - 6}" y="{down(value) + 4:.1f}" text-anchor="end">{value:.0f}</text>'
+        )
+    for step in range(5):
+        value = low + (high - low) * step / 4
+        parts.append(f'<text x="{across(value):.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{value:.0f}</text>')
+    if found.points:
+        blind = found.points[0].blind
+        parts.append(
+            f'<path d="M{_LEFT} {down(blind):.1f}H{_RIGHT}" stroke="currentColor" stroke-dasharray="5 4"/>'
+            f'<text x="{_LEFT + 4}" y="{down(blind) - 4:.1f}">blind</text>'
+        )
+    front = sorted((p for p in found.points if not p.dominated), key=lambda p: p.utility.mcc)
+    line = " ".join(f"{across(p.utility.mcc):.1f},{down(p.leak.mean or 0):.1f}" for p in front)
+    if len(front) > 1:
+        parts.append(f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.2" opacity="0.5"/>')
+    for number, point in enumerate(found.points, 1):
+        parts += _drawn(number, point, across(point.utility.mcc), down, point == found.chosen)
+    return Markup("".join([*parts, "</svg>"]))
+
+
+def _drawn(number: int, point: OperatingPoint, x: float, down: Callable[[float], float], chosen: bool) -> list[str]:
+    y = down(point.leak.mean or 0.0)
+    parts = []
+    if point.leak.low is not None and point.leak.high is not None:
+        span = f"M{x:.1f} {down(point.leak.low):.1f}V{down(point.leak.high):.1f}"
+        parts.append(f'<path d="{span}" stroke="currentColor" opacity="0.4"/>')
+    inside = "none" if point.dominated else "currentColor"
+    parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{inside}" stroke="currentColor" stroke-width="1.3"/>')
+    if chosen:
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="currentColor" stroke-width="2"/>')
+    arrow = "↑" if point.bound else ""  # at least so much
+    parts.append(f'<text x="{x + 7:.1f}" y="{y - 6:.1f}" font-size="11">{number}{arrow}</text>')
+    return parts

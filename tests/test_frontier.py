@@ -1,0 +1,153 @@
+"""The frontier: the strongest attack counts, what is dominated is marked, and what is recommended has its reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from gradaudit.case import parse_case
+from gradaudit.frontier import frontiers
+from gradaudit.record import SCORES, Interval, Summary
+from gradaudit.report.frontier_page import frontier_svg, write_frontiers
+from gradaudit.sweep import Point, Result
+from gradaudit.utility import Utility
+
+
+def interval(mean: float) -> Interval:
+    return Interval(mean=mean, low=mean - 1, high=mean + 1, worst=mean, n=4)
+
+
+def result(
+    sigma: float | None, leak: float, mcc: float, attack: str = "dager", size: int = 1, flags: tuple[str, ...] = (),
+    failed: int = 0, epsilon: float | None = None,
+) -> Result:  # fmt: skip
+    defense = [] if sigma is None else [{"name": "gaussian", "sigma": sigma}]
+    case = parse_case({"attack": {"name": attack}, "defense": defense, "data": {"batch_size": size}})
+    words = "none" if sigma is None else f"gaussian sigma={sigma}"
+    summary = Summary(
+        case="c", setting="s", attack=attack, n=4, failed=failed, scores={n: interval(leak) for n in SCORES},
+        baseline={n: interval(10.0) for n in SCORES}, seconds=1.0, flags=flags,
+    )  # fmt: skip
+    cost = Utility(80.0, 80.0, mcc, 50.0, 100, 50, epsilon, 1.0)
+    record: Any = type("R", (), {"error": "broken"})
+    return Result(Point({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
+
+
+def test_several_attacks_on_one_client_count_by_the_strongest():
+    (found,) = frontiers([result(None, 40, 70), result(None, 90, 70, "decode"), result(None, 60, 70, "tag")])
+    (point,) = found.points
+    assert (point.attack, point.leak.mean, point.client) == ("decode", 90, "none")
+
+
+def test_what_is_no_better_in_anything_is_dominated():
+    (found,) = frontiers(
+        [result(None, 90, 70), result(1e-4, 90, 60), result(1e-3, 40, 50), result(1e-2, 45, 50), result(0.1, 5, 20)]
+    )
+    assert {p.client: p.dominated for p in found.points} == {
+        "none": False, "gaussian sigma=0.0001": True, "gaussian sigma=0.001": False,
+        "gaussian sigma=0.01": True, "gaussian sigma=0.1": False,
+    }  # fmt: skip
+    assert [p.utility.mcc for p in found.points] == [70, 60, 50, 50, 20]
+
+
+def test_equal_points_do_not_dominate_each_other():
+    (found,) = frontiers([result(None, 90, 70), result(1e-4, 90, 70)])
+    assert not any(p.dominated for p in found.points)
+
+
+def test_of_what_tells_no_more_than_blind_the_most_useful_is_taken():
+    (found,) = frontiers([result(None, 90, 70), result(1e-3, 14.9, 50), result(1e-2, 9, 40), result(1e-1, 15.1, 60)])
+    assert found.chosen is not None
+    assert found.chosen.client == "gaussian sigma=0.001"
+    assert "MCC 50.0" in found.reason
+    assert "no formal guarantee" in found.reason
+
+
+def test_where_nothing_stops_the_attacks_nothing_is_recommended():
+    (found,) = frontiers([result(None, 90, 70), result(1e-3, 30, 50)])
+    assert found.chosen is None
+    assert "None of these stops the attacks" in found.reason
+    assert "30.0 ROUGE-L by 'dager'" in found.reason
+
+
+def test_what_stops_the_attacks_and_learns_nothing_is_not_recommended():
+    (found,) = frontiers([result(None, 90, 70), result(10.0, 5, 3)])
+    assert found.chosen is None
+    assert "stops the attacks and learns" in found.reason
+
+
+def test_a_lower_bound_is_recommended_last_and_said_to_be_one():
+    bound = ("defense-not-modeled",)
+    (found,) = frontiers([result(1e-3, 5, 60, flags=bound), result(1e-2, 5, 50)])
+    assert found.chosen is not None
+    assert found.chosen.client == "gaussian sigma=0.01"
+    (alone,) = frontiers([result(1e-3, 5, 60, flags=bound)])
+    assert alone.chosen is not None
+    assert alone.chosen.bound
+    assert "lower bound" in alone.reason
+    (one_knows,) = frontiers([result(1e-3, 5, 60, flags=bound), result(1e-3, 4, 60, "decode")])
+    assert not one_knows.points[0].bound
+    assert "lower bound" not in one_knows.reason
+
+
+def test_a_formal_guarantee_is_not_denied():
+    (found,) = frontiers([result(1e-3, 5, 60, epsilon=3.0)])
+    assert "no formal guarantee" not in found.reason
+
+
+def test_batch_sizes_have_frontiers_of_their_own_and_what_failed_is_said():
+    small, large = frontiers(
+        [result(None, 90, 70), result(None, 20, 70, size=8), result(1e-3, 0, 60, size=8, failed=4)]
+    )
+    assert (small.batch_size, large.batch_size) == (1, 8)
+    assert [p.leak.mean for p in large.points] == [20], "an attack that failed everywhere is no sign of safety"
+    assert large.missing == ("gaussian sigma=0.001: broken",)
+
+
+def test_an_attack_that_failed_does_not_count_beside_one_that_ran():
+    (found,) = frontiers([result(1e-3, 0, 60, failed=4), result(1e-3, 80, 60, "decode")])
+    assert found.points[0].leak.mean == 80
+    assert found.missing == ()
+
+
+def test_the_drawing_has_every_point_where_it_belongs():
+    (found,) = frontiers([result(None, 90, 80), result(1e-3, 50, 40), result(1e-2, 5, 30)])
+    root = ElementTree.fromstring(str(frontier_svg(found)))
+    circles = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in root.iter("circle") if c.get("r") == "4"]
+    assert len(circles) == 3
+    assert circles[0][0] > circles[1][0] > circles[2][0], "the more useful further to the right"
+    assert circles[0][1] < circles[1][1] < circles[2][1], "the leakier further up"
+    assert len([c for c in root.iter("circle") if c.get("r") == "9"]) == 1
+
+
+def test_the_page_escapes_what_it_shows_and_says_what_is_recommended(tmp_path: Path):
+    shown = result(1e-3, 5, 60)
+    evil = Result(Point({"defense": "<script>x</script>"}, shown.point.case), shown.summary, utility=shown.utility)
+    found = frontiers([evil, result(None, 90, 70)])
+    page = write_frontiers(tmp_path, found, "<b>title")
+    text = page.read_text(encoding="utf8")
+    assert "<script" not in text
+    assert "<b>title" not in text
+    assert "recommended" in text
+    assert re.search(r"default-src 'none'", text)
+    ElementTree.parse(tmp_path / "frontier-1.svg")
+
+
+def test_an_empty_point_list_says_so(tmp_path: Path):
+    (found,) = frontiers([result(1e-3, 0, 60, failed=4)])
+    assert found.points == ()
+    assert found.reason == "Nothing was measured here."
+    ElementTree.fromstring(str(frontier_svg(found)))
+    assert "Not measured" in write_frontiers(tmp_path, [found], "t").read_text()
+
+
+@pytest.mark.parametrize("mcc", [-20.0, 0.0])
+def test_a_model_worse_than_chance_stays_on_the_drawing(mcc: float):
+    (found,) = frontiers([result(None, 90, mcc)])
+    root = ElementTree.fromstring(str(frontier_svg(found)))
+    (x,) = (float(c.get("cx", 0)) for c in root.iter("circle") if c.get("r") == "4")
+    assert 50 <= x <= 545
