@@ -150,3 +150,8 @@ def test_axes_that_make_no_sweep_are_refused_in_a_sentence(tmp_path: Path, axes:
 def test_run_says_that_a_sweep_is_one(sweep: Path):
     with pytest.raises(BadInputError, match="gradaudit sweep"):
         load_case(sweep)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parent.parent / "cases" / "sweeps").glob("*.toml")))
+def test_the_sweeps_that_are_given_are_sweeps(path: Path):
+    assert len(load_sweep(path).points) > 1
