@@ -33,7 +33,7 @@ def result(
         baseline={n: interval(10.0) for n in SCORES}, seconds=1.0, flags=flags,
     )  # fmt: skip
     cost = Utility(80.0, 80.0, mcc, 50.0, 100, 50, epsilon, 1.0)
-    record: Any = type("R", (), {"error": "broken"})
+    record: Any = type("R", (), {"error": "broken", "sentences": ()})
     return Result(Point({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
 
 

@@ -178,6 +178,16 @@ def test_a_sweep_measures_each_client_once_and_writes_what_it_costs(folders, row
     assert told.exit_code == 0, told.output
     assert len(calls) == 2
     assert "mcc" in told.stdout
+    page = tmp_path / "out" / "frontier.html"
+    assert "What was read best" in page.read_text()
+    words = set(rows.read_text().replace(",", " ").split()) - {"text", "label", "the", "0", "1"}
+    body = page.read_text().split("</style>")[1].lower()
+    assert not [word for word in words if f">{word}<" in body], "private words without being asked for"
+    shown = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out"), "--show-text"])
+    assert shown.exit_code == 0, shown.output
+    body = page.read_text().split("</style>")[1].lower()
+    assert [word for word in words if f">{word}<" in body]
+    assert page.stat().st_mode & 0o077 == 0, "others may read the private text"
     header, first = (tmp_path / "out" / "sweep.csv").read_text().splitlines()[:2]
     assert dict(zip(header.split(","), first.split(","), strict=True))["accuracy"] != ""
 

@@ -277,6 +277,7 @@ def sweep(
     device: Device = "auto",
     compile_: Compile = False,
     as_json: Json = False,
+    show_text: ShowText = False,
 ) -> None:
     """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
     from dataclasses import asdict
@@ -318,7 +319,7 @@ def sweep(
         out.print(f"table  {folder / TABLE}", soft_wrap=True)
     if asked.utility is not None:
         found = frontiers(results)
-        page = write_frontiers(folder, found, f"Leakage and utility: {sweep_file.stem}")
+        page = write_frontiers(folder, found, f"Leakage and utility: {sweep_file.stem}", show_text)
         if not as_json:
             for one in found:
                 out.print(f"\n[bold]Batches of {one.batch_size}:[/bold] {escape(one.reason)}")

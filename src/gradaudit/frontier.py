@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gradaudit.record import Interval
+from gradaudit.record import Interval, Record
 from gradaudit.sweep import Result
 from gradaudit.utility import Utility
 
@@ -31,6 +31,7 @@ class OperatingPoint:
         attack: the strongest.
         bound: no attack that was run reckons with this client: the leak is a lower bound.
         utility: what the model is worth.
+        worst: the record and the number, from 0, of the sentence that the strongest attack read best.
         dominated: another point of this batch size is at least as good in both, and better in one.
     """
 
@@ -42,6 +43,7 @@ class OperatingPoint:
     attack: str
     bound: bool
     utility: Utility
+    worst: tuple[Record, int] | None = None
     dominated: bool = False
 
     @property
@@ -120,14 +122,20 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
         attack=summary.attack,
         bound=all(BOUND & set(s.flags) for _, s in scored),
         utility=best.utility,
+        worst=_worst(best.records),
     )
+
+
+def _worst(records: Sequence[Record]) -> tuple[Record, int] | None:
+    every = [(record, at) for record in records for at in range(len(record.sentences))]
+    return max(every, key=lambda pair: pair[0].sentences[pair[1]].rougeL or 0.0, default=None)
 
 
 def _marked(point: OperatingPoint, points: Sequence[OperatingPoint]) -> OperatingPoint:
     mine = (point.utility.mcc, -(point.leak.mean or 0.0))
     others = [(p.utility.mcc, -(p.leak.mean or 0.0)) for p in points]
     beaten = any(o != mine and o[0] >= mine[0] and o[1] >= mine[1] for o in others)
-    return OperatingPoint(**{**point.__dict__, "dominated": beaten})
+    return replace(point, dominated=beaten)
 
 
 def _choice(points: Sequence[OperatingPoint]) -> tuple[OperatingPoint | None, str]:

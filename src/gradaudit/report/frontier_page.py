@@ -8,9 +8,12 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from gradaudit.errors import BadInputError
+from gradaudit.audit import TEXTS
 from gradaudit.frontier import Frontier, OperatingPoint
+from gradaudit.record import Texts, read_lines
+from gradaudit.report.sentences import Sentence, sentence_of
 from gradaudit.report.visible import clip, visible
+from gradaudit.report.written import write_page
 
 PAGE = "frontier.html"
 _HERE = Path(__file__).parent
@@ -18,32 +21,40 @@ _WIDTH, _HEIGHT = 560, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 540, 18, 308
 
 
-def write_frontiers(folder: Path, found: Sequence[Frontier], title: str) -> Path:
+def write_frontiers(folder: Path, found: Sequence[Frontier], title: str, show_text: bool = False) -> Path:
     """Write the page and a drawing for each batch size into a sweep's folder, and return the page's path.
 
     Args:
         folder: the sweep's.
         found: its frontiers.
         title: what the page is called.
+        show_text: show the private words of the sentences that were read best; blocks stand for them otherwise.
 
     Raises:
         BadInputError: the folder cannot be written.
     """
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
     drawings = [frontier_svg(one) for one in found]
+    shown = [[_worst(folder, point, show_text) for point in one.points] for one in found]
     text = environment.get_template("frontier.html.j2").render(
         title=visible(title),
         css=Markup((_HERE / "report.css").read_text(encoding="utf8")),
-        frontiers=list(zip(found, drawings, strict=True)),
+        frontiers=list(zip(found, drawings, shown, strict=True)),
+        show_text=show_text,
         short=lambda value: clip(visible(value), 120),
     )
-    try:
-        (folder / PAGE).write_text(text, encoding="utf8")
-        for one, drawing in zip(found, drawings, strict=True):
-            (folder / f"frontier-{one.batch_size}.svg").write_text(_alone(drawing), encoding="utf8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {folder / PAGE} ({error.strerror}); choose another --out") from None
-    return folder / PAGE
+    for one, drawing in zip(found, drawings, strict=True):
+        write_page(folder / f"frontier-{one.batch_size}.svg", _alone(drawing), private=False)
+    return write_page(folder / PAGE, text, private=show_text)
+
+
+def _worst(folder: Path, point: OperatingPoint, show_text: bool) -> Sentence | None:
+    if point.worst is None:
+        return None
+    record, at = point.worst
+    # the private texts may have been deleted: marks alone are shown then
+    texts = [t for t in read_lines(folder / record.case / TEXTS, Texts) if t.batch == record.batch]
+    return sentence_of(record, at, texts[0] if texts else None, show_text)
 
 
 def _alone(drawing: Markup) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from gradaudit.report.spectrum import spectrum_svg
 from gradaudit.report.verdict import BLIND, WORST_FIRST, Verdicts, sentence_count, verdicts
 from gradaudit.report.visible import Veil, clip, visible
 from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, SCORE_NAMES
+from gradaudit.report.written import write_page
 
 MOST_BYTES = 1_000_000
 """The size a report never exceeds; a page of this size still opens at once and can be mailed."""
@@ -74,7 +73,7 @@ def render(folder: Path, show_text: bool = False) -> Path:
     if not records:
         raise BadInputError(f"{folder} has no records yet; run 'gradaudit run ... --out {folder}' first")
     html = render_html(info, records, texts, summarize(records), show_text)
-    return _write(folder / "report.html", html, private=show_text)
+    return write_page(folder / "report.html", html, private=show_text)
 
 
 def render_html(
@@ -303,21 +302,3 @@ def _read_info(folder: Path) -> RunInfo:
         raise BadInputError(
             f"{path} is empty or damaged ({error.errors()[0]['msg']}); run 'gradaudit run ... --out {folder}' again"
         ) from None
-
-
-def _write(path: Path, html: str, private: bool) -> Path:
-    draft = None
-    try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
-        with os.fdopen(handle, "wb") as file:
-            file.write(html.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files for the owner alone, which is right only where the page holds private text.
-        Path(draft).chmod(0o600 if private else 0o644)
-        Path(draft).replace(path)
-    except OSError as error:
-        if draft is not None:
-            Path(draft).unlink(missing_ok=True)
-        raise BadInputError(f"cannot write {path} ({error.strerror}); make room or choose another folder") from None
-    return path

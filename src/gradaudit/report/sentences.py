@@ -92,7 +92,7 @@ def sentence_pairs(
         Pair(
             setting=pair[0],
             attack=pair[1],
-            shown=tuple(_sentence(r, i, private.get(_key(r)), show_text) for r, i in found[pair][:take]),
+            shown=tuple(sentence_of(r, i, private.get(_key(r)), show_text) for r, i in found[pair][:take]),
             total=len(found[pair]),
             exact=sum(i < len(r.sentences) and r.sentences[i].exact for r, i in found[pair]),
         )
@@ -120,7 +120,15 @@ def _words(record: Record, index: int) -> int:
     return 8 + min(_WORDS_A_SENTENCE, len(marks.original)) + min(_WORDS_A_SENTENCE, len(marks.recovered))
 
 
-def _sentence(record: Record, index: int, private: Texts | None, show_text: bool) -> Sentence:
+def sentence_of(record: Record, index: int, private: Texts | None, show_text: bool) -> Sentence:
+    """Return one sentence of a record beside what was recovered of it.
+
+    Args:
+        record: whose marks are shown.
+        index: of the sentence, from 0.
+        private: the batch's words; they give only the rough length of blocks unless `show_text`.
+        show_text: show words instead of blocks.
+    """
     marks: SentenceMarks | None = record.sentences[index] if index < len(record.sentences) else None
     original = _at(private.original_words, index) if private else ()
     recovered = _at(private.recovered_words, index) if private else ()
