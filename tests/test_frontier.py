@@ -60,7 +60,7 @@ def test_equal_points_do_not_dominate_each_other():
 
 
 def test_of_what_tells_no_more_than_blind_the_most_useful_is_taken():
-    (found,) = frontiers([result(None, 90, 70), result(1e-3, 14.9, 50), result(1e-2, 9, 40), result(1e-1, 15.1, 60)])
+    (found,) = frontiers([result(None, 90, 70), result(1e-3, 13.9, 50), result(1e-2, 9, 40), result(1e-1, 14.1, 60)])
     assert found.chosen is not None
     assert found.chosen.client == "gaussian sigma=0.001"
     assert "MCC 50.0" in found.reason

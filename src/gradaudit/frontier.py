@@ -48,8 +48,9 @@ class OperatingPoint:
 
     @property
     def silent(self) -> bool:
-        """Whether the strongest attack told no more than blind guessing."""
-        return (self.leak.mean or 0.0) <= self.blind + MARGIN
+        """Whether the strongest attack told no more than blind guessing, by the upper end of its interval."""
+        most = self.leak.high if self.leak.high is not None else self.leak.worst
+        return (most or 0.0) <= self.blind + MARGIN
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from gradaudit.report.written import write_page
 PAGE = "frontier.html"
 _HERE = Path(__file__).parent
 _WIDTH, _HEIGHT = 560, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 540, 18, 308
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 530, 22, 308
+_APART = 12.0
+"""Points nearer than this share a label."""
 
 
 def write_frontiers(folder: Path, found: Sequence[Frontier], title: str, show_text: bool = False) -> Path:
@@ -102,18 +105,26 @@ def frontier_svg(found: Frontier) -> Markup:
         blind = found.points[0].blind
         parts.append(
             f'<path d="M{_LEFT} {down(blind):.1f}H{_RIGHT}" stroke="currentColor" stroke-dasharray="5 4"/>'
-            f'<text x="{_LEFT + 4}" y="{down(blind) - 4:.1f}">blind</text>'
+            f'<text x="{_RIGHT}" y="{down(blind) + 14:.1f}" text-anchor="end">blind</text>'
         )
     front = sorted((p for p in found.points if not p.dominated), key=lambda p: p.utility.mcc)
     line = " ".join(f"{across(p.utility.mcc):.1f},{down(p.leak.mean or 0):.1f}" for p in front)
     if len(front) > 1:
         parts.append(f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.2" opacity="0.5"/>')
+    labels: dict[tuple[float, float], str] = {}
     for number, point in enumerate(found.points, 1):
-        parts += _drawn(number, point, across(point.utility.mcc), down, point == found.chosen)
+        x, y = across(point.utility.mcc), down(point.leak.mean or 0.0)
+        parts += _drawn(point, x, down, point == found.chosen)
+        near = next((at for at in labels if math.dist(at, (x, y)) < _APART), None)
+        label = f"{number}{'↑' if point.bound else ''}"  # at least so much
+        labels[near or (x, y)] = label if near is None else f"{labels[near]}, {label}"
+    parts += [
+        f'<text x="{x + 7:.1f}" y="{y - 6:.1f}" font-size="11">{label}</text>' for (x, y), label in labels.items()
+    ]
     return Markup("".join([*parts, "</svg>"]))
 
 
-def _drawn(number: int, point: OperatingPoint, x: float, down: Callable[[float], float], chosen: bool) -> list[str]:
+def _drawn(point: OperatingPoint, x: float, down: Callable[[float], float], chosen: bool) -> list[str]:
     y = down(point.leak.mean or 0.0)
     parts = []
     if point.leak.low is not None and point.leak.high is not None:
@@ -123,6 +134,4 @@ def _drawn(number: int, point: OperatingPoint, x: float, down: Callable[[float],
     parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{inside}" stroke="currentColor" stroke-width="1.3"/>')
     if chosen:
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="currentColor" stroke-width="2"/>')
-    arrow = "↑" if point.bound else ""  # at least so much
-    parts.append(f'<text x="{x + 7:.1f}" y="{y - 6:.1f}" font-size="11">{number}{arrow}</text>')
     return parts
