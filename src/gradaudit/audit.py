@@ -115,7 +115,14 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     selection = Selection(case.selection.tensors)
     how = case.client
     client = Client(
-        model, how.training(), how.dropout, how.freeze, case.build_defenses(), how.dropout_rate, how.padding
+        model,
+        how.training(),
+        how.dropout,
+        how.freeze,
+        case.build_defenses(),
+        how.dropout_rate,
+        how.padding,
+        how.clients,
     )
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):

@@ -35,6 +35,9 @@ class ClientTable(_Table):
     )
     freeze: tuple[str, ...] = Field(default=(), description='not trained: "embeddings", "0-2:q,k,v", ...')
     padding: Literal["right", "left"] = Field(default="right", description='side of the padding; "left" for decoders')
+    clients: int = Field(
+        default=1, ge=1, description="share each batch in equal parts; the server sees the mean of their updates alone"
+    )
     optimizer: Literal["none", "sgd", "adamw"] = Field(default="none", description='"none" sends one gradient')
     learning_rate: float = Field(default=1e-4, gt=0, description="of the local optimizer")
     epochs: int = Field(default=1, ge=1, description="passes over the batch")
@@ -173,6 +176,8 @@ class Case(_Table):
             del data["lora"]  # the same
         if data["client"]["padding"] == "right":
             del data["client"]["padding"]  # the same
+        if data["client"]["clients"] == 1:
+            del data["client"]["clients"]  # the same
         if data["loss"] == "cross-entropy":
             del data["loss"]  # the same
         if not data["knowledge"]["longest"]:
@@ -190,6 +195,8 @@ class Case(_Table):
             parts.append(f"{self.loss} loss")
         if self.client.freeze:
             parts.append("frozen: " + ", ".join(self.client.freeze))
+        if self.client.clients > 1:
+            parts.append(f"{self.client.clients} clients summed")
         if self.client.padding != "right":
             parts.append(f"padded on the {self.client.padding}")
         if self.lora is not None:

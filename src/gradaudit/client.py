@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,10 +33,12 @@ class Client:
             order.
         dropout_rate: rate at every place that drops out, in place of the configured ones; None keeps those.
         padding: side on which a batch's shorter sentences are filled up; on the left their positions start later.
+        clients: how many share the batch in equal parts, each with training and defenses of its own; the server sees
+            the mean of their updates alone, as secure aggregation lets it.
 
     Raises:
         BadInputError: padding on the left of an encoder, whose head reads the first row; a defense of examples'
-            gradients behind another defense.
+            gradients behind another defense; no client.
     """
 
     model: TransformersModel
@@ -46,10 +48,13 @@ class Client:
     defenses: tuple[Defense, ...] = ()
     dropout_rate: float | None = None
     padding: Literal["right", "left"] = "right"
+    clients: int = 1
 
     def __post_init__(self) -> None:
         if self.padding == "left" and not self.model.causal:
             raise BadInputError('padding = "left" is for decoders: an encoder\'s head reads the first position')
+        if self.clients < 1:
+            raise BadInputError(f"clients must be at least 1, got {self.clients}")
         late = [d.name for d in self.defenses[1:] if isinstance(d, ExampleDefense)]
         if late:
             raise BadInputError(f"defense '{late[0]}' acts before there is an update: name it once, and first")
@@ -90,13 +95,7 @@ class Client:
         trained = {n: p for n, p in self.model.parameters().items() if n not in frozen}
         if not trained:
             raise BadInputError("every parameter is frozen; nothing is trained and nothing is sent")
-        if self.training.optimizer == "none":
-            tensors = self._gradient(batch, trained, seed, expected)
-        else:
-            tensors = self._weight_change(batch, trained, seed)
-        for place, defense in enumerate(self.defenses):
-            if isinstance(defense, UpdateDefense):
-                tensors = defense.on_update(tensors, stream(seed, "defense", place))
+        tensors = self._summed(batch, trained, seed, expected)
         broken = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
         if broken:
             raise BadInputError(
@@ -106,11 +105,46 @@ class Client:
         return Update(
             tensors=tensors,
             kind="gradient" if self.training.optimizer == "none" else "delta",
-            training=self.training,
+            training=self._together(),
             dropout=(self.dropout_rate or self.model.dropout_rate()) if self.dropout else 0.0,
             frozen=frozen,
             defenses=tuple(describe(d) for d in self.defenses),
         )
+
+    def _summed(
+        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+    ) -> dict[str, Tensor]:
+        if self.clients == 1:
+            return self._alone(batch, trained, seed, expected)
+        size, rest = divmod(len(batch.ids), self.clients)
+        if rest:
+            raise BadInputError(
+                f"{len(batch.ids)} sentences are no equal parts for {self.clients} clients; change batch_size"
+            )
+        total: dict[str, Tensor] = {}
+        for number in range(self.clients):
+            part = batch.part(slice(number * size, (number + 1) * size))
+            own = draw_seed(stream(seed, "client of several", number))
+            one = self._alone(part, trained, own, expected and expected / self.clients)
+            total = {name: value + total[name] if total else value for name, value in one.items()}
+        return {name: value / self.clients for name, value in total.items()}
+
+    def _together(self) -> LocalTraining:
+        # clients that step side by side take as many steps as one with all of their data and minibatches
+        how = self.training
+        return how if how.minibatch is None else replace(how, minibatch=how.minibatch * self.clients)
+
+    def _alone(
+        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+    ) -> dict[str, Tensor]:
+        if self.training.optimizer == "none":
+            tensors = self._gradient(batch, trained, seed, expected)
+        else:
+            tensors = self._weight_change(batch, trained, seed)
+        for place, defense in enumerate(self.defenses):
+            if isinstance(defense, UpdateDefense):
+                tensors = defense.on_update(tensors, stream(seed, "defense", place))
+        return tensors
 
     def observe(self, batch: Batch, selection: Selection, given: Given, rng: torch.Generator) -> Observation:
         """Return what an honest-but-curious server sees of this batch's update: the only way through the wall.

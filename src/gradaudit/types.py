@@ -42,6 +42,11 @@ class Batch:
         """Return each sentence's token ids without padding."""
         return [row[keep].tolist() for row, keep in zip(self.ids, self.mask, strict=True)]
 
+    def part(self, rows: slice) -> Batch:
+        """Return some of the sentences as a batch of their own."""
+        labels = None if self.labels is None else self.labels[rows]
+        return Batch(self.ids[rows], self.mask[rows], labels, self.texts[rows])
+
     @property
     def tokens(self) -> int:
         """How many real tokens the batch has, special tokens included (b in the literature)."""

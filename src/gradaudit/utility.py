@@ -109,6 +109,8 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
             f"{rows.where} has {len(order)} rows: with {how.test_rows} to test on too few are left to train on; lower "
             "test_rows or batch_size in [utility]"
         )
+    if case.client.clients > 1 and any(isinstance(d, ExampleDefense) and d.sampled for d in case.build_defenses()):
+        raise NotSupportedError("utility of several clients that sample by chance is not measured; poisson = false")
     began = time.perf_counter()
     tuned = copy.deepcopy(model)
     before = _scores(tuned, rows, test)["accuracy"]
@@ -120,6 +122,7 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
         case.build_defenses(),
         case.client.dropout_rate,
         case.client.padding,
+        case.client.clients,
     )
     guard = client.defenses[0] if client.defenses and isinstance(client.defenses[0], ExampleDefense) else None
     parameters = tuned.parameters()
