@@ -247,3 +247,32 @@ def test_the_extra_is_named_where_it_is_missing(load, monkeypatch):
     model = copy.deepcopy(load("bert"))
     with pytest.raises(BadInputError, match=r"gradaudit\[dp\]"):
         sent(model, batch_of(model, sentences((4,), 1)), DPSGD())
+
+
+def test_every_local_step_has_noise_and_dropout_masks_of_its_own(load):
+    """Noise that repeats in every step is taken out by whoever knows the rates."""
+    model = load("bert", layers=1)
+    batch = batch_of(model, sentences((4, 6), 1))
+    still = DPSGD(clip=1e-9, noise_multiplier=1e9)  # noise of 1 on a gradient of nothing
+    change = sent(model, batch, still, training=LocalTraining("sgd", 1e-6, epochs=16))
+    # 16 steps of noise 1/2 at rate 1e-6: independent ones add up by the root
+    assert float(change.std()) == pytest.approx(1e-6 * 0.5 * 16**0.5, rel=0.1)
+    one = sent(model, batch, OPEN, training=LocalTraining("sgd", 1e-6, 1), dropout=True, dropout_rate=0.4)
+    two = sent(model, batch, OPEN, training=LocalTraining("sgd", 1e-6, 2), dropout=True, dropout_rate=0.4)
+    assert float((two - 2 * one).norm()) > 0.1 * float(two.norm())
+
+
+def test_left_padding_that_moves_others_positions_is_refused(load):
+    model = load("gpt2")
+    with pytest.raises(BadInputError, match="bounds nobody's part"):
+        Client(model, defenses=(DPSGD(),), padding="left")
+    Client(load("llama"), defenses=(DPSGD(),), padding="left")
+    Client(model, defenses=(Gaussian(0.1),), padding="left")
+
+
+def test_a_batch_drawn_by_chance_is_divided_by_what_was_expected_in_local_steps_too(load):
+    model = load("bert", layers=1)
+    batch = batch_of(model, sentences((4, 6), 1))
+    client = Client(model, LocalTraining("sgd", 0.1), defenses=(DPSGD(0.5, 0.0),))
+    own, expected = (flat(client.update(batch, stream(0, "c"), e).tensors) for e in (None, 8.0))
+    assert float((expected * 4 - own).norm()) < 1e-3 * float(own.norm())

@@ -23,16 +23,25 @@ def interval(mean: float) -> Interval:
 
 def result(
     sigma: float | None, leak: float, mcc: float, attack: str = "dager", size: int = 1, flags: tuple[str, ...] = (),
-    failed: int = 0, epsilon: float | None = None,
+    failed: int = 0, epsilon: float | None = None, exact: float = 0.0, **over: Any,
 ) -> Result:  # fmt: skip
     defense = [] if sigma is None else [{"name": "gaussian", "sigma": sigma}]
-    case = parse_case({"attack": {"name": attack}, "defense": defense, "data": {"batch_size": size}})
+    case = parse_case({"attack": {"name": attack}, "defense": defense, "data": {"batch_size": size}} | over)
     words = "none" if sigma is None else f"gaussian sigma={sigma}"
+    scores = {n: interval(leak) for n in SCORES} | {"exact": interval(exact)}
+    blind = {n: interval(10.0) for n in SCORES} | {"exact": interval(0.0)}
     summary = Summary(
-        case="c", setting="s", attack=attack, n=4, failed=failed, scores={n: interval(leak) for n in SCORES},
-        baseline={n: interval(10.0) for n in SCORES}, seconds=1.0, flags=flags,
-    )  # fmt: skip
-    cost = Utility(80.0, 80.0, mcc, 50.0, 100, 50, epsilon, 1.0)
+        case="c",
+        setting="s",
+        attack=attack,
+        n=4,
+        failed=failed,
+        scores=scores,
+        baseline=blind,
+        seconds=1.0,
+        flags=flags,
+    )
+    cost = Utility(80.0, 80.0, mcc, 50.0, 100, 50, epsilon, 1e-3, 16, 1.0)
     record: Any = type("R", (), {"error": "broken", "sentences": ()})
     return Result(Point({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
 
@@ -89,9 +98,10 @@ def test_a_lower_bound_is_recommended_last_and_said_to_be_one():
     assert alone.chosen is not None
     assert alone.chosen.bound
     assert "lower bound" in alone.reason
-    (one_knows,) = frontiers([result(1e-3, 5, 60, flags=bound), result(1e-3, 4, 60, "decode")])
-    assert not one_knows.points[0].bound
-    assert "lower bound" not in one_knows.reason
+    (weak_knows,) = frontiers([result(1e-3, 5, 60, flags=bound), result(1e-3, 4, 60, "decode")])
+    assert weak_knows.points[0].bound, "a weak attack that knows does not speak for a strong one that does not"
+    (blind,) = frontiers([result(1e-3, 5, 60, flags=bound), result(1e-3, 4, 60, "blind")])
+    assert blind.points[0].bound
 
 
 def test_a_formal_guarantee_is_not_denied():
@@ -105,13 +115,39 @@ def test_batch_sizes_have_frontiers_of_their_own_and_what_failed_is_said():
     )
     assert (small.batch_size, large.batch_size) == (1, 8)
     assert [p.leak.mean for p in large.points] == [20], "an attack that failed everywhere is no sign of safety"
-    assert large.missing == ("gaussian sigma=0.001: broken",)
+    assert large.missing == ("gaussian sigma=0.001, dager: broken",)
 
 
 def test_an_attack_that_failed_does_not_count_beside_one_that_ran():
     (found,) = frontiers([result(1e-3, 0, 60, failed=4), result(1e-3, 80, 60, "decode")])
     assert found.points[0].leak.mean == 80
-    assert found.missing == ()
+    assert found.missing == ("gaussian sigma=0.001, dager: broken",)
+
+
+def test_failed_batches_make_the_leak_a_lower_bound_and_are_said():
+    (found,) = frontiers([result(1e-3, 5, 60, failed=3)])
+    assert found.points[0].bound
+    assert found.missing == ("gaussian sigma=0.001, dager: 3 of 4 batches failed and count 0",)
+    (other,) = frontiers([result(1e-3, 0, 60, "decode", failed=4), result(1e-3, 5, 60, "tag")])
+    assert other.points[0].bound, "the attack that failed might have told more"
+
+
+def test_a_sentence_that_is_read_exactly_is_no_silence():
+    (found,) = frontiers([result(1e-3, 12, 60, exact=3.1)])
+    assert found.chosen is None
+
+
+def test_what_learns_nothing_is_recommended_to_nobody():
+    (found,) = frontiers([result(1e-3, 5, 0), result(None, 90, 0)])
+    assert found.chosen is None
+
+
+def test_other_models_and_seeds_are_other_points():
+    results = [result(None, 90, 70), result(None, 20, 70, layers=1), result(None, 30, 70, seed=1)]
+    (found,) = frontiers(results)
+    assert len(found.points) == 3
+    knows = [result(None, 90, 70), result(None, 95, 70, knowledge={"labels": True})]
+    assert [p.leak.mean for p in frontiers(knows)[0].points] == [95]
 
 
 def test_the_drawing_has_every_point_where_it_belongs():

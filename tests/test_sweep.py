@@ -131,6 +131,9 @@ def test_the_model_is_loaded_once_for_points_that_share_it(sweep: Path, tmp_path
         ("[axes]\nseed = 3", "axis 'seed' needs a list"),
         ("[axes]\nseed = []", "axis 'seed' needs a list"),
         ("[axes]\nseed = [1, 1]", "two points are the same case: seed 1; and seed 1"),
+        ('[axes]\n"data.skip" = [1, 2]\ndata.skip = [3]', "given twice"),
+        ("name = 2024-01-01\n[axes]\nseed = [1, 2]", "name"),
+        ("utility = 3\n[axes]\nseed = [1, 2]", "[utility]: Input should be"),
         ("[axes]\nsed = [1, 2]", "unknown key 'sed'"),
         ("[axes]\nmodel.name = [1]", "'model' is a value, not a table"),
         ('[axes]\nattack = [{name = "dagger"}]', "at attack dagger: unknown attack 'dagger'"),
@@ -155,3 +158,10 @@ def test_run_says_that_a_sweep_is_one(sweep: Path):
 @pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parent.parent / "cases" / "sweeps").glob("*.toml")))
 def test_the_sweeps_that_are_given_are_sweeps(path: Path):
     assert len(load_sweep(path).points) > 1
+
+
+def test_points_of_other_seeds_have_models_of_their_own(sweep: Path, tmp_path: Path):
+    sweep.write_text(sweep.read_text().split("[axes]")[0] + "[axes]\nseed = [0, 1]\n")
+    list(run_sweep(load_sweep(sweep), tmp_path, tmp_path / "out", CPU))
+    prints = {json.loads(path.read_text())["model"]["fingerprint"] for path in (tmp_path / "out").glob("*/run.json")}
+    assert len(prints) == 2, "random weights of two seeds"

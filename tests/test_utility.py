@@ -25,6 +25,11 @@ CPU = torch.device("cpu")
 SHORT = UtilityTable(steps=80, batch_size=8, learning_rate=3e-3, test_rows=60)
 
 
+_ENDS = "maria peter london paris seven twelve ninety monday friday horse rabbit eagle spider mouse tiger whale".split()
+TAILS = [f"{one} {other}" for one in _ENDS for other in _ENDS]
+"""So that no sentence is another's, or a part of it."""
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """240 sentences; those of class 1 have the word "cold", the others "warm"."""
@@ -33,7 +38,7 @@ def rows(tmp_path: Path) -> Path:
     for n in range(240):
         some = draw.choices(words, k=4)
         some.insert(draw.randrange(4), "cold" if n % 2 else "warm")
-        lines.append(f"{' '.join(some)} {n % 7 * 'the '},{n % 2}")
+        lines.append(f"{' '.join(some)} {TAILS[n]},{n % 2}")
     path = tmp_path / "rows.csv"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -77,7 +82,8 @@ def test_clipped_and_noised_gradients_of_examples_cost_too_and_their_epsilon_is_
     assert loose.accuracy > 90
     tight = measured(folders, rows, defense=[{"name": "dp-sgd", "clip": 1.0, "noise_multiplier": 20.0}])
     assert tight.accuracy < loose.accuracy - 20
-    expected = sampled_epsilons(20.0, 8 / 180, 80, 1 / 180)
+    expected = sampled_epsilons(20.0, 8 / 180, 80, 0.1 / 180)
+    assert tight.delta == 0.1 / 180
     assert tight.epsilon == min(e for e in expected.values() if e is not None)
     assert loose.epsilon is not None
     assert loose.epsilon > 1000 * tight.epsilon
@@ -97,16 +103,7 @@ def test_what_is_tested_on_is_never_trained_on_and_every_row_is_one_or_the_other
         "_batch",
         lambda m, r, chosen: tested.append({r.texts[i] for i in chosen}) or made(m, r, chosen),
     )
-    numbered = rows.with_name("numbered.csv")
-    lines = rows.read_text().splitlines()
-    words = (
-        "maria peter london paris seven twelve ninety monday friday horse rabbit eagle spider mouse tiger whale".split()
-    )
-    tails = [f"{a} {b}" for a in words for b in words]
-    numbered.write_text(
-        "\n".join([lines[0], *(f"{tail} {line}" for tail, line in zip(tails, lines[1:], strict=False))]) + "\n"
-    )
-    measured(folders, numbered)
+    measured(folders, rows)
     held = tested[0]
     assert len(held) == 60
     assert not held & trained
@@ -152,7 +149,7 @@ def test_it_is_measured_once_and_again_where_the_file_was_cut(folders, rows, tmp
 
 
 def test_what_cannot_be_measured_says_why(folders, rows, monkeypatch):
-    with pytest.raises(BadInputError, match="too few are left"):
+    with pytest.raises(BadInputError, match="rows are left to train on"):
         measured(folders, rows, UtilityTable(test_rows=239))
     with pytest.raises(NotSupportedError, match="classification"):
         measured(folders, rows, model=f"random:{folders['gpt2']}", task="causal-lm")
@@ -206,3 +203,95 @@ def test_the_page_has_every_key_with_its_meaning():
     for key, field in UtilityTable.model_fields.items():
         assert f"| `{key}` |" in text
         assert str(field.description) in text
+
+
+def test_rows_that_are_parts_of_tested_rows_are_not_trained_on(folders, rows):
+    lines = rows.read_text().splitlines()
+    body = [line.rsplit(",", 1) for line in lines[1:]]
+    parts = [f"{' '.join(text.split()[1:])},{label}" for text, label in body]
+    rows.write_text("\n".join([*lines, *parts, "The " + lines[1]]) + "\n")
+    case, how, _, data = given(folders, rows)
+    train, test = gradaudit.utility._split(case, how, data)
+    assert len(test) == 60
+    for one in train:
+        for other in test:
+            a, b = data.texts[one].lower(), data.texts[other].lower()
+            assert a not in b
+            assert b not in a
+    assert 480 - 60 - 61 <= len(train) < 480 - 60
+
+
+def test_what_is_trained_with_is_of_the_size_that_is_attacked(folders, rows, monkeypatch):
+    made: list[tuple[int, int]] = []
+    real = Client.update
+    monkeypatch.setattr(
+        Client, "update", lambda self, b, *a, **k: made.append((self.clients, len(b.ids))) or real(self, b, *a, **k)
+    )
+    how = UtilityTable(steps=1, batch_size=8, test_rows=60)
+    for size in (1, 2, 3, 16):
+        data = {"path": str(rows), "label": "label", "batch_size": size}
+        found = measured(folders, rows, how, data=data)
+        assert found.clients == made[-1][0]
+    assert made == [(8, 8), (4, 8), (3, 9), (1, 16)]
+
+
+def test_noise_of_several_clients_has_the_size_of_their_mean(folders, rows, monkeypatch):
+    """Eight clients of one sentence each: noise of sigma C on every one, divided by the root of eight in their mean."""
+    sent: list[float] = []
+    real = Client.update
+
+    def update(self, *a, **k):
+        found = real(self, *a, **k)
+        sent.append(float(torch.cat([t.flatten() for t in found.tensors.values()]).std()))
+        return found
+
+    monkeypatch.setattr(Client, "update", update)
+    for poisson in (True, False):
+        defense = [{"name": "dp-sgd", "clip": 1e-3, "noise_multiplier": 50.0, "poisson": poisson}]
+        measured(folders, rows, UtilityTable(steps=1, batch_size=8, test_rows=60), defense=defense)
+    assert sent == pytest.approx([50e-3 / 8**0.5] * 2, rel=0.05)
+
+
+def test_a_draw_of_nobody_still_sends_noise(folders, rows, monkeypatch):
+    calls: list[float] = []
+    real = Client.silent
+    monkeypatch.setattr(
+        Client, "silent", lambda self, rng, expected: calls.append(expected) or real(self, rng, expected)
+    )
+    how = UtilityTable(steps=40, batch_size=1, test_rows=60)
+    measured(folders, rows, how, defense=[{"name": "dp-sgd", "noise_multiplier": 1.0}])
+    assert 5 <= len(calls) <= 25, "37% of the draws"
+    assert set(calls) == {1}
+    model = given(folders, rows)[2]
+    with pytest.raises(BadInputError, match="sends nothing"):
+        Client(model).silent(torch.Generator(), 1.0)
+
+
+def test_a_sweep_keeps_what_was_attacked_where_utility_cannot_be_measured(folders, rows, tmp_path):
+    path = tmp_path / "sweep.toml"
+    path.write_text(
+        f'model = "random:{folders["bert"]}"\n[attack]\nname = "dager"\n[data]\npath = "rows.csv"\nlabel = "label"\n'
+        "[utility]\ntest_rows = 239\n[axes]\ndefense = [[]]\n"
+    )
+    told = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    (result,) = run_sweep(load_sweep(path), tmp_path, tmp_path / "out", CPU)
+    assert result.summary is not None
+    assert result.utility is None
+    assert "left to train on" in str(result.no_utility)
+    assert "left to train on" in (tmp_path / "out" / "frontier.html").read_text()
+
+
+def test_everything_that_decides_it_is_in_its_name(folders, rows, tmp_path):
+    base = given(folders, rows)
+    others = [
+        given(folders, rows, client={"dropout": True}),
+        given(folders, rows, defense=[{"name": "sign"}]),
+        given(folders, rows, data={"path": str(rows), "label": "label", "batch_size": 2}),
+        given(folders, rows, UtilityTable(steps=81, batch_size=8, learning_rate=3e-3, test_rows=60)),
+        given(folders, rows, seed=1),
+    ]
+    rows.write_text(rows.read_text() + "one more,1\n")
+    others.append(given(folders, rows))
+    names = {gradaudit.utility._identity(*one) for one in (base, *others)}
+    assert len(names) == 1 + len(others)

@@ -55,6 +55,12 @@ class Client:
             raise BadInputError('padding = "left" is for decoders: an encoder\'s head reads the first position')
         if self.clients < 1:
             raise BadInputError(f"clients must be at least 1, got {self.clients}")
+        guarded = any(isinstance(d, ExampleDefense) for d in self.defenses)
+        if guarded and self.padding == "left" and self.model.absolute_positions:
+            raise BadInputError(
+                'padding = "left" moves all positions with the longest sentence, so clipping each sentence\'s gradient '
+                "bounds nobody's part; pad on the right"
+            )
         late = [d.name for d in self.defenses[1:] if isinstance(d, ExampleDefense)]
         if late:
             raise BadInputError(f"defense '{late[0]}' acts before there is an update: name it once, and first")
@@ -83,7 +89,7 @@ class Client:
             batch: the private batch.
             rng: the client's random stream; dropout, minibatch order and defenses each get their own from it.
             expected: sentences a batch has in the mean, where this one was drawn by chance: a defense of examples'
-                gradients divides by it; None for the batch's own.
+                gradients divides by it wherever a step takes the whole batch; None for the batch's own.
 
         Raises:
             BadInputError: an empty batch, nothing left to train, or a training that diverged.
@@ -102,6 +108,9 @@ class Client:
                 f"the update of '{broken[0]}' holds NaN or infinite values: the training diverged or the weights are "
                 "broken; lower the learning rate or mend the model"
             )
+        return self._made(tensors, frozen)
+
+    def _made(self, tensors: Mapping[str, Tensor], frozen: tuple[str, ...]) -> Update:
         return Update(
             tensors=tensors,
             kind="gradient" if self.training.optimizer == "none" else "delta",
@@ -110,6 +119,24 @@ class Client:
             frozen=frozen,
             defenses=tuple(describe(d) for d in self.defenses),
         )
+
+    def silent(self, rng: torch.Generator, expected: float) -> Update:
+        """Return what a client sends whose sampling chose no sentence: the noise of its defense alone.
+
+        Args:
+            rng: the client's random stream.
+            expected: sentences a batch has in the mean.
+
+        Raises:
+            BadInputError: it samples nothing: such a client always has a batch.
+        """
+        guard = self._guard()
+        if guard is None or not guard.sampled or self.training.optimizer != "none":
+            raise BadInputError("a client without sentences sends nothing")
+        frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
+        trained = {n: p for n, p in self.model.parameters().items() if n not in frozen}
+        tensors = guard.on_examples(iter(()), trained, expected, stream(draw_seed(rng), "defense", 0, 0))
+        return self._made(tensors, frozen)
 
     def _summed(
         self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
@@ -140,7 +167,7 @@ class Client:
         if self.training.optimizer == "none":
             tensors = self._gradient(batch, trained, seed, expected)
         else:
-            tensors = self._weight_change(batch, trained, seed)
+            tensors = self._weight_change(batch, trained, seed, expected)
         for place, defense in enumerate(self.defenses):
             if isinstance(defense, UpdateDefense):
                 tensors = defense.on_update(tensors, stream(seed, "defense", place))
@@ -187,7 +214,9 @@ class Client:
             for (name, p), g in zip(trained.items(), found, strict=True)
         }
 
-    def _weight_change(self, batch: Batch, trained: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    def _weight_change(
+        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+    ) -> dict[str, Tensor]:
         guard = self._guard()
         examples = None if guard is None else ExampleGradients(self.model, trained)
         local = (
@@ -205,8 +234,10 @@ class Client:
         for step, rows in enumerate(self._minibatches(size, seed)):
             grads: Mapping[str, Tensor | None]
             if guard is not None and examples is not None:
-                expected = float(min(how.minibatch or size, size)) if guard.sampled else float(len(rows))
-                grads = self._guarded(guard, examples, batch, rows, expected, seed, step)
+                whole = len(rows) == size and how.minibatch is None
+                mean = float(min(how.minibatch or size, size)) if guard.sampled else float(len(rows))
+                divisor = expected if whole and expected else mean
+                grads = self._guarded(guard, examples, batch, rows, divisor, seed, step)
             else:
                 with self._mode(seed, step):
                     loss = self._loss(batch, rows, fixed | local)

@@ -27,9 +27,10 @@ class OperatingPoint:
         batch_size: sentences of the attacked updates.
         leak: ROUGE-L of the strongest attack.
         blind: ROUGE-L without any gradient.
-        exact: share of sentences that the strongest attack read exactly, 0 to 100.
+        exact: share of sentences that some attack read exactly, 0 to 100.
+        blind_exact: the same without any gradient.
         attack: the strongest.
-        bound: no attack that was run reckons with this client: the leak is a lower bound.
+        bound: some attack does not reckon with this client, or failed: the leak is a lower bound.
         utility: what the model is worth.
         worst: the record and the number, from 0, of the sentence that the strongest attack read best.
         dominated: another point of this batch size is at least as good in both, and better in one.
@@ -40,6 +41,7 @@ class OperatingPoint:
     leak: Interval
     blind: float
     exact: float
+    blind_exact: float
     attack: str
     bound: bool
     utility: Utility
@@ -48,9 +50,9 @@ class OperatingPoint:
 
     @property
     def silent(self) -> bool:
-        """Whether the strongest attack told no more than blind guessing, by the upper end of its interval."""
+        """Whether no attack told more than blind guessing: by its interval's upper end, and no sentence exactly."""
         most = self.leak.high if self.leak.high is not None else self.leak.worst
-        return (most or 0.0) <= self.blind + MARGIN
+        return (most or 0.0) <= self.blind + MARGIN and self.exact <= self.blind_exact
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,40 @@ def frontiers(results: Sequence[Result]) -> tuple[Frontier, ...]:
 def _frontier(size: int, results: Sequence[Result]) -> Frontier:
     groups: dict[str, list[Result]] = {}
     for result in results:
-        case = result.point.case
-        told = [case.model, case.client.model_dump(mode="json"), case.defense, case.lora and case.lora.model_dump()]
+        case = result.point.case.resolved()
+        # all but what the attacker is and knows, and which rows are attacked
+        told = {
+            k: v
+            for k, v in case.items()
+            if k not in ("name", "attack", "knowledge", "selection", "metrics", "published")
+        }
+        told["data"] = {k: v for k, v in told["data"].items() if k not in ("batches", "skip", "shuffle_seed")}
         groups.setdefault(json.dumps(told, sort_keys=True), []).append(result)
     points, missing = [], []
     for group in groups.values():
-        point = _point(size, group)
-        if point is None:
-            why = next((r.failed for r in group if r.failed), "its utility was not measured")
-            missing.append(f"{_client(group[0])}: {why}")
-        else:
+        point = _point(size, [r for r in group if r.point.case.attack.get("name") != "blind"])
+        if point is not None:
             points.append(point)
+        missing += _missing(group)
     points = [_marked(p, points) for p in sorted(points, key=lambda p: (-p.utility.mcc, p.leak.mean or 0.0))]
     chosen, reason = _choice(points)
     return Frontier(size, tuple(points), chosen, reason, tuple(missing))
+
+
+def _missing(group: Sequence[Result]) -> list[str]:
+    """What of a client's results is not there, in words."""
+    lines = []
+    for result in group:
+        name = result.point.case.attack.get("name")
+        some = result.summary.failed if result.summary is not None else 0
+        if result.failed:
+            lines.append(f"{_client(result)}, {name}: {result.failed}")
+        elif some and result.summary is not None:
+            lines.append(f"{_client(result)}, {name}: {some} of {result.summary.n} batches failed and count 0")
+    why = next((r.no_utility for r in group if r.no_utility), None)
+    if why or not any(r.utility for r in group):
+        lines.append(f"{_client(group[0])}, utility: {why or 'not measured'}")
+    return lines
 
 
 def _client(result: Result) -> str:
@@ -119,9 +141,10 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
         batch_size=size,
         leak=summary.scores["rougeL"],
         blind=summary.baseline["rougeL"].mean or 0.0,
-        exact=summary.scores["exact"].mean or 0.0,
+        exact=max(s.scores["exact"].mean or 0.0 for _, s in scored),
+        blind_exact=summary.baseline["exact"].mean or 0.0,
         attack=summary.attack,
-        bound=all(BOUND & set(s.flags) for _, s in scored),
+        bound=any(BOUND & set(s.flags) or s.failed for _, s in scored) or len(scored) < len(group),
         utility=best.utility,
         worst=_worst(best.records),
     )
@@ -148,15 +171,22 @@ def _choice(points: Sequence[OperatingPoint]) -> tuple[OperatingPoint | None, st
         least = min(points, key=lambda p: p.leak.mean or 0.0)
         told = f"{least.leak.mean or 0:.1f} ROUGE-L by '{least.attack}' where blind guessing gives {least.blind:.1f}"
         return None, f"None of these stops the attacks: the least is told with {least.client}, {told}."
-    firm = [p for p in silent if not p.bound and p.utility.mcc >= USEFUL * best]
-    chosen = max(firm or silent, key=lambda p: p.utility.mcc)
-    kept = f"MCC {chosen.utility.mcc:.1f} where the best here has {best:.1f}"
-    if chosen.utility.mcc < USEFUL * best:
-        return None, f"None of these stops the attacks and learns: what stops them keeps at most {kept}."
-    why = "of what let the strongest attack tell no more than blind guessing it keeps the most"
-    reason = f"Take {chosen.client}: {why}, {kept}."
+    useful = [p for p in silent if p.utility.mcc > 0 and p.utility.mcc >= USEFUL * best]
+    if not useful:
+        most = max(p.utility.mcc for p in silent)
+        return None, (
+            f"None of these stops the attacks and learns: what stops them keeps at most MCC {most:.1f} where the best "
+            f"here has {best:.1f}."
+        )
+    chosen = max([p for p in useful if not p.bound] or useful, key=lambda p: p.utility.mcc)
+    reason = (
+        f"Take {chosen.client}: no attack that was run told more than blind guessing, and it keeps MCC "
+        f"{chosen.utility.mcc:.1f} where the best here has {best:.1f}."
+    )
     if chosen.bound:
-        reason += " No attack that was run reckons with it: its leak is a lower bound, and no proof that it holds."
+        reason += (
+            " Some attack does not reckon with it or failed: its leak is a lower bound, and no proof that it holds."
+        )
     if chosen.utility.epsilon is None:
         reason += " It carries no formal guarantee."
     return chosen, reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import itertools
 import json
@@ -25,7 +26,7 @@ from gradaudit.utility import Utility, UtilityTable, kept_utility
 MOST = 10_000
 """Points of one sweep: more are a slip of the pen."""
 TABLE, UTILITY = "sweep.csv", "utility"
-COSTS = ("accuracy", "f1", "mcc", "epsilon")
+COSTS = ("accuracy", "f1", "mcc", "epsilon", "delta")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Result:
         summary: over its batches; None where it could not be run.
         records: of every batch.
         error: why it could not be run.
-        utility: what training with this client gives; None where it was not asked for or is not measured.
+        utility: what training with this client gives; None where it was not asked for or cannot be measured.
+        no_utility: why it cannot be measured.
     """
 
     point: Point
@@ -76,6 +78,7 @@ class Result:
     records: tuple[Record, ...] = ()
     error: str | None = None
     utility: Utility | None = None
+    no_utility: str | None = None
 
     @property
     def failed(self) -> str | None:
@@ -96,7 +99,11 @@ def load_sweep(path: Path, settings: Sequence[str] = ()) -> Sweep:
         BadInputError: no axes, an axis that is no list or empty, a point that is no case, or two that are the same.
     """
     data = case_data(path, settings)
-    axes = dict(_axes(data.pop("axes", {})))
+    axes: dict[str, list[Any]] = {}
+    for key, values in _axes(data.pop("axes", {})):
+        if key in axes:
+            raise BadInputError(f"axis '{key}' is given twice, with and without quotes")
+        axes[key] = values
     cost = data.pop("utility", None)
     if not axes:
         raise BadInputError(f"{path} has no [axes] table; give keys with lists of values, or use 'gradaudit run'")
@@ -118,7 +125,8 @@ def load_sweep(path: Path, settings: Sequence[str] = ()) -> Sweep:
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             raise unknown_name("key in [utility]", key, UtilityTable.model_fields) from None
-        raise BadInputError(f"utility.{key}: {first['msg']}, got {first['input']!r}") from None
+        place = f"utility.{key}" if key else "[utility]"
+        raise BadInputError(f"{place}: {first['msg']}, got {first['input']!r}") from None
 
 
 def _axes(table: Any, before: str = "") -> Iterator[tuple[str, list[Any]]]:
@@ -134,7 +142,7 @@ def _axes(table: Any, before: str = "") -> Iterator[tuple[str, list[Any]]]:
 
 
 def _point(data: Mapping[str, Any], axes: Mapping[str, list[Any]], values: Sequence[Any]) -> Point:
-    made = json.loads(json.dumps(data))
+    made = copy.deepcopy(dict(data))
     for key, value in zip(axes, values, strict=True):
         *path, last = key.split(".")
         table = made
@@ -192,7 +200,7 @@ def _run(
     case = point.case
     # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
     source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed"})
-    key = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, source])
+    key = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, source], default=str)
     try:
         ready = audit.prepare(case, base, device, loaded.get(key) if case.lora is None else None)
         if case.lora is None:
@@ -201,10 +209,16 @@ def _run(
         for record in audit.run(ready, out / case.content_hash()):
             records.append(record)
             step(f"batches: {point.title}", len(records), len(ready.batches))
-        found = None if cost is None else kept_utility(out / UTILITY, case, cost, ready.model, ready.rows)
     except AuditError as error:
         return Result(point, None, error=str(error))
-    return Result(point, summarize(records)[0], tuple(records), utility=found)
+    summary = summarize(records)[0]
+    if cost is None:
+        return Result(point, summary, tuple(records))
+    try:
+        found = kept_utility(out / UTILITY, case, cost, ready.model, ready.rows)
+    except AuditError as error:  # what was attacked is not lost by it
+        return Result(point, summary, tuple(records), no_utility=str(error))
+    return Result(point, summary, tuple(records), utility=found)
 
 
 def _write(path: Path, results: Sequence[Result]) -> None:

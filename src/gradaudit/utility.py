@@ -35,11 +35,15 @@ class UtilityTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    steps: int = Field(default=300, ge=1, description="rounds: one client's update each, applied by the server")
-    batch_size: int = Field(default=16, ge=1, description="sentences of an update")
-    learning_rate: float = Field(default=1e-4, gt=0, description="of the server's AdamW; weight changes are added")
+    steps: int = Field(default=300, ge=1, description="rounds: the clients' mean update, applied by the server")
+    batch_size: int = Field(
+        default=16, ge=1, description="sentences a round: of as many clients as hold it in batches of the attacked size"
+    )
+    learning_rate: float = Field(
+        default=1e-4, gt=0, allow_inf_nan=False, description="of the server's AdamW; weight changes are added"
+    )
     test_rows: int = Field(default=500, ge=2, description="rows that are tested on and never trained on")
-    delta: float | None = Field(default=None, gt=0, lt=1, description="of epsilon; one in the training rows if not set")
+    delta: float | None = Field(default=None, gt=0, lt=1, description="of epsilon; a tenth of one in the training rows")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Utility:
         before: accuracy before any step, 0 to 100.
         train_rows, test_rows: how many.
         epsilon: that one training row has, by the smallest of the accountants; None where the defense has none.
+        delta: at which.
+        clients: how many update a round.
         seconds: of the training.
     """
 
@@ -63,6 +69,8 @@ class Utility:
     train_rows: int
     test_rows: int
     epsilon: float | None
+    delta: float
+    clients: int
     seconds: float
 
 
@@ -96,42 +104,54 @@ def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Transformer
 
 
 def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> Utility:
-    """Fine-tune a copy of the model with the case's client and defenses, and test it; see `kept_utility`."""
+    """Fine-tune a copy of the model with the case's client and defenses, and test it; see `kept_utility`.
+
+    A round has as many clients as hold `batch_size` sentences in batches of the attacked size, so that what is trained
+    with and what is attacked are updates of one kind: noise of each client acts on its own few sentences.
+    """
     if case.task != "classification" or rows.labels is None:
         raise NotSupportedError("utility is measured on classification; leave [utility] away for next words")
     if case.lora is not None:
         raise NotSupportedError("utility of adapters is not measured yet; leave [utility] away with [lora]")
-    order = torch.randperm(len(rows.texts), generator=stream(case.seed, "utility split")).tolist()
-    order = [row for row in order if rows.texts[row].strip()]
-    test, train = order[: how.test_rows], order[how.test_rows :]
-    if len(train) < how.batch_size:
+    train, test = _split(case, how, rows)
+    size = case.data.batch_size
+    several = max(1, -(-how.batch_size // size))
+    guard, *rest = case.build_defenses() or (None,)
+    sampled = isinstance(guard, ExampleDefense) and guard.sampled
+    if sampled and (rest or case.client.clients > 1 or case.client.optimizer != "none"):
+        raise NotSupportedError(
+            "utility of examples drawn by chance is measured for one gradient and no other defense; poisson = false"
+        )
+    if len(train) < several * size:
         raise BadInputError(
-            f"{rows.where} has {len(order)} rows: with {how.test_rows} to test on too few are left to train on; lower "
+            f"{rows.where}: {len(train)} rows are left to train on, fewer than a round's {several * size}; lower "
             "test_rows or batch_size in [utility]"
         )
-    if case.client.clients > 1 and any(isinstance(d, ExampleDefense) and d.sampled for d in case.build_defenses()):
-        raise NotSupportedError("utility of several clients that sample by chance is not measured; poisson = false")
     began = time.perf_counter()
     tuned = copy.deepcopy(model)
     before = _scores(tuned, rows, test)["accuracy"]
+    defenses = case.build_defenses()
+    if sampled and isinstance(guard, ExampleDefense):
+        # noise of several clients, each with its own draw, has the law of one client's: then draws need no equal parts
+        defenses = (guard.of_several(several),)
     client = Client(
         tuned,
         case.client.training(),
         case.client.dropout,
         case.client.freeze,
-        case.build_defenses(),
+        defenses,
         case.client.dropout_rate,
         case.client.padding,
-        case.client.clients,
+        1 if sampled else several * case.client.clients,
     )
-    guard = client.defenses[0] if client.defenses and isinstance(client.defenses[0], ExampleDefense) else None
     parameters = tuned.parameters()
     server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0)
-    for step, chosen in enumerate(track(list(_draws(case, how, train, guard)), "training")):
-        if not chosen:
-            continue  # sampling chose nobody: once in e^batch_size steps
+    for step, chosen in enumerate(track(list(_draws(case, how, train, several * size, sampled)), "training")):
         rng = stream(case.seed, "utility", step)
-        update = client.update(_batch(tuned, rows, chosen), rng, expected=float(how.batch_size))
+        batch = _batch(tuned, rows, chosen) if chosen else None
+        update = (
+            client.update(batch, rng, expected=float(several * size)) if batch else client.silent(rng, several * size)
+        )
         with torch.no_grad():
             for name, p in parameters.items():
                 change = update.tensors.get(name)
@@ -140,31 +160,56 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
                 p.grad = change if update.kind == "gradient" else None
         server.step()
         tuned.weights_changed()
+    delta = how.delta or 0.1 / len(train)
     return Utility(
         **_scores(tuned, rows, test),
         before=before,
         train_rows=len(train),
         test_rows=len(test),
-        epsilon=_epsilon(case, how, guard, len(train)),
+        epsilon=_epsilon(case, how, several * size, len(train), delta),
+        delta=delta,
+        clients=several,
         seconds=time.perf_counter() - began,
     )
 
 
-def _draws(case: Case, how: UtilityTable, train: list[int], guard: ExampleDefense | None) -> Iterator[list[int]]:
+def _split(case: Case, how: UtilityTable, rows: Rows) -> tuple[list[int], list[int]]:
+    """Return the rows to train and to test on; what shares its text with a tested row, or a part of it, is left out."""
+    order = torch.randperm(len(rows.texts), generator=stream(case.seed, "utility split")).tolist()
+    order = [row for row in order if rows.texts[row].strip()]
+    test = order[: how.test_rows]
+    held = [_plain(rows.texts[row]) for row in test]
+    every = "\n".join(held)
+
+    def apart(row: int) -> bool:
+        text = _plain(rows.texts[row])
+        return text not in every and not any(one in text for one in held)
+
+    return [row for row in order[how.test_rows :] if apart(row)], test
+
+
+def _plain(text: str) -> str:
+    # spaces around, so that a part of a text is whole words of it
+    return f" {' '.join(text.lower().split())} "
+
+
+def _draws(case: Case, how: UtilityTable, train: list[int], size: int, sampled: bool) -> Iterator[list[int]]:
     rng = stream(case.seed, "utility rows")
-    if guard is not None and guard.sampled:
+    if sampled:
         for _ in range(how.steps):
-            yield [train[i] for i in (torch.rand(len(train), generator=rng) < how.batch_size / len(train)).nonzero()]
+            yield [train[i] for i in (torch.rand(len(train), generator=rng) < size / len(train)).nonzero()]
         return
     left: list[int] = []
     for _ in range(how.steps):
-        if len(left) < how.batch_size:
+        if len(left) < size:
             left = [train[i] for i in torch.randperm(len(train), generator=rng)]
-        yield left[: how.batch_size]
-        left = left[how.batch_size :]
+        yield left[:size]
+        left = left[size:]
 
 
-def _epsilon(case: Case, how: UtilityTable, guard: ExampleDefense | None, rows: int) -> float | None:
+def _epsilon(case: Case, how: UtilityTable, size: int, rows: int, delta: float) -> float | None:
+    """Return epsilon of a training row against a server that sees each client's update by itself."""
+    guard = next(iter(case.build_defenses()), None)
     said: dict[str, Any] = describe(guard) if guard is not None else {}
     if said.get("name") != "dp-sgd" or said["noise_multiplier"] == 0 or case.client.optimizer != "none":
         return None
@@ -175,11 +220,11 @@ def _epsilon(case: Case, how: UtilityTable, guard: ExampleDefense | None, rows: 
         name="utility",
         mechanism="dp-sgd",
         noise_multiplier=said["noise_multiplier"],
-        batch_size=how.batch_size,
+        batch_size=size,
         examples=rows,
         steps=how.steps,
         sampling="poisson" if said["poisson"] else "shuffled",
-        delta=how.delta or 1 / rows,
+        delta=delta,
     )
     return next(line.all_rounds for line in check(claim).supported if line.unit == "example")
 
@@ -224,6 +269,7 @@ def _identity(case: Case, how: UtilityTable, model: TransformersModel, rows: Row
         "columns": [case.data.text, case.data.label],
         "seed": case.seed,
         "task": [case.task, case.loss],
+        "attacked size": case.data.batch_size,
         "client": case.client.model_dump(mode="json"),
         "defense": [json.loads(json.dumps(describe(d))) for d in case.build_defenses()],
         "utility": how.model_dump(mode="json"),

@@ -15,9 +15,15 @@ from gradaudit.accounting.claim import (
     SparseVectorClaim,
     Unit,
 )
-from gradaudit.accounting.epsilon import EXACT, gaussian_epsilon, sampled_epsilons
+from gradaudit.accounting.epsilon import EXACT, gaussian_epsilon, laplace_epsilon, sampled_epsilons
 
 Verdict = Literal["void", "not supported", "supported", "nothing declared"]
+
+_TIMES: dict[str, dict[Unit, float]] = {
+    "replace": {"client": 2.0, "example": 2.0},
+    "add-or-remove": {"client": 1.0, "example": 2.0},
+}
+"""Largest change of a limited value, in its bounds: one example that is there or not may turn the sum around."""
 
 LITTLE = 10.0
 """Epsilon above which a remark says what it means: an attacker's odds may change by e to its power."""
@@ -141,12 +147,7 @@ def check(claim: Claim) -> Finding:
         case LaplaceClaim():
             supported = _laplace(claim, void)
         case SparseVectorClaim():
-            sent = math.ceil(claim.share * claim.coordinates)
-            supported = _pure(claim, claim.choosing_epsilon + sent * claim.value_epsilon, None)
-            remarks.append(
-                f"{sent:,} values are sent, each of which spends {claim.value_epsilon:g}; that choosing them spends "
-                f"{claim.choosing_epsilon:g} in all is taken as declared"
-            )
+            supported = _sparse(claim, remarks)
         case DPSGDClaim():
             supported = _dpsgd(claim, void, remarks)
         case NoNoiseClaim():
@@ -174,10 +175,11 @@ def _gaussian(claim: GaussianClaim, void: list[str], remarks: list[str]) -> tupl
     if claim.clip is None:
         return ()
     times = 2.0 if claim.neighbors == "replace" else 1.0
-    whole = times * claim.clip * math.sqrt(claim.tensors if claim.clipped == "tensor" else 1)
-    changes: dict[Unit, float] = {"client": whole, "example": whole}
+    bound = claim.clip * math.sqrt(claim.tensors or 1)
+    # one example that is there or not may turn a clipped update around, and moves the others' weights in a mean
+    changes: dict[Unit, float] = {"client": times * bound, "example": 2 * bound}
     if claim.clipped == "example":
-        changes["example"] = whole / claim.examples
+        changes["example"] = 2 * bound / claim.examples
     elif claim.examples > 1:
         remarks.append(
             f"one example's part is not clipped ({claim.clipped} is): it may be the whole update, so one of "
@@ -209,23 +211,38 @@ def _laplace(claim: LaplaceClaim, void: list[str]) -> tuple[Supported, ...]:
         void.append("the noise is zero")
     if void or claim.bound is None:
         return ()
-    change = (2.0 if claim.neighbors == "replace" else 1.0) * claim.bound * claim.coordinates
-    return _pure(claim, change / claim.noise_scale, change)
+    lines = []
+    for unit, times in _TIMES[claim.neighbors].items():
+        change = times * claim.bound
+        one, all_ = (
+            laplace_epsilon(claim.noise_scale / change, claim.coordinates * n, claim.delta) for n in (1, claim.rounds)
+        )
+        lines.append(Supported(unit, change * claim.coordinates, one, all_))
+    return tuple(lines)
 
 
-def _pure(claim: LaplaceClaim | SparseVectorClaim, spent: float, change: float | None) -> tuple[Supported, ...]:
-    # limits act on the whole update: an example of it has no more than the client; pure epsilons add up
+def _sparse(claim: SparseVectorClaim, remarks: list[str]) -> tuple[Supported, ...]:
+    sent = math.ceil(claim.share * claim.coordinates)
+    remarks.append(
+        f"{sent:,} values are sent, each of which spends {claim.value_epsilon:g}; that choosing them spends "
+        f"{claim.choosing_epsilon:g} in all is taken as declared, for the whole update replaced"
+    )
+    one, all_ = (
+        n * claim.choosing_epsilon + laplace_epsilon(1 / claim.value_epsilon, sent * n, claim.delta)
+        for n in (1, claim.rounds)
+    )
     units: tuple[Unit, ...] = ("client", "example")
-    return tuple(Supported(unit, change, spent, spent * claim.rounds) for unit in units)
+    return tuple(Supported(unit, None, one, all_) for unit in units)
 
 
 def _dpsgd(claim: DPSGDClaim, void: list[str], remarks: list[str]) -> tuple[Supported, ...]:
     if claim.noise_multiplier == 0:
         void.append("the noise is zero")
         return ()
-    times = 2.0 if claim.neighbors == "replace" else 1.0
     rate, everything = claim.batch_size / claim.examples, claim.batch_size == claim.examples
     sampled = claim.sampling == "poisson" and not everything
+    # in batches of a fixed size another takes the place of an example that is left out
+    times = 1.0 if claim.neighbors == "add-or-remove" and (sampled or everything) else 2.0
     # by chance all of a client's examples may fall into one step
     most = times * (claim.examples if sampled else claim.batch_size)
     steps = (claim.steps, claim.steps * claim.rounds)
@@ -234,8 +251,9 @@ def _dpsgd(claim: DPSGDClaim, void: list[str], remarks: list[str]) -> tuple[Supp
         one, all_ = (sampled_epsilons(claim.noise_multiplier, rate, n, claim.delta) for n in steps)
         example = Supported("example", 1.0, _least(one), _least(all_), all_)
     else:
-        # an example is in one batch of each pass over the data, and in no other step; a round may begin a pass anew
-        once = math.ceil(claim.steps / math.ceil(claim.examples / claim.batch_size))
+        # an example is in one batch of each pass over the data at most; a last batch that is not full may be left
+        # out, and a round may begin a pass anew
+        once = math.ceil(claim.steps / (claim.examples // claim.batch_size))
         passes = [once, once * claim.rounds]
         if not everything:
             remarks.append(

@@ -20,7 +20,7 @@ class _Claim(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field(min_length=1, description="what the table calls it")
-    rounds: int = Field(default=1, ge=1, description="rounds in which the same data is used")
+    rounds: int = Field(default=1, ge=1, le=10**9, description="rounds in which the same data is used")
     delta: float = Field(default=1e-5, gt=0, lt=1, description="failure probability")
     neighbors: Literal["replace", "add-or-remove"] = Field(
         default="replace", description="what may differ: the unit's data is another's, or is there or not"
@@ -39,7 +39,7 @@ class _Claim(BaseModel):
 
 
 class _OfExamples(_Claim):
-    examples: int = Field(ge=1, description="examples that one client trains on in a round")
+    examples: int = Field(ge=1, le=10**15, description="examples that one client trains on in a round")
 
 
 class GaussianClaim(_OfExamples):
@@ -51,7 +51,9 @@ class GaussianClaim(_OfExamples):
         "each of its tensors, or nothing; scaling to a fixed norm counts as clipping"
     )
     clip: float | None = Field(default=None, gt=0, description="the bound; none where nothing is clipped")
-    tensors: int = Field(default=1, ge=1, description="how many tensors are clipped, each by itself")
+    tensors: int | None = Field(
+        default=None, ge=1, le=10**9, description='how many tensors are clipped, where clipped = "tensor"'
+    )
     noise_std: float = Field(ge=0, description="standard deviation of the noise on what is sent")
     declared_sensitivity: float | None = Field(
         default=None, ge=0, description="sensitivity from which the noise was computed, if it was"
@@ -61,6 +63,8 @@ class GaussianClaim(_OfExamples):
     def _bound_where_clipped(self) -> Self:
         if (self.clip is None) != (self.clipped == "nothing"):
             raise ValueError('clip is the bound of what is clipped: give both, or clipped = "nothing" and no clip')
+        if (self.tensors is None) != (self.clipped != "tensor"):
+            raise ValueError('tensors says how many are clipped each by itself: give it with clipped = "tensor" alone')
         return self
 
 
@@ -69,7 +73,7 @@ class LaplaceClaim(_OfExamples):
 
     mechanism: Literal["laplace"]
     bound: float | None = Field(gt=0, description="largest magnitude of a coordinate")
-    coordinates: int = Field(ge=1, description="how many are sent")
+    coordinates: int = Field(ge=1, le=10**15, description="how many are sent")
     noise_scale: float = Field(ge=0, description="scale b of the noise")
 
 
@@ -77,7 +81,7 @@ class SparseVectorClaim(_OfExamples):
     """A share of the coordinates, chosen by the sparse vector technique and sent with Laplace noise."""
 
     mechanism: Literal["sparse-vector"]
-    coordinates: int = Field(ge=1, description="coordinates of the model")
+    coordinates: int = Field(ge=1, le=10**15, description="coordinates of the model")
     share: float = Field(gt=0, le=1, description="share of them that is sent")
     choosing_epsilon: float = Field(gt=0, description="budget of choosing all of them")
     value_epsilon: float = Field(gt=0, description="budget of each value that is sent")
@@ -91,8 +95,8 @@ class DPSGDClaim(_OfExamples):
         default="add-or-remove", description="accountants of sampled noise take one example added or removed"
     )
     noise_multiplier: float = Field(ge=0, description="standard deviation of the noise over the clipping bound")
-    batch_size: int = Field(ge=1, description="examples a step, in the mean")
-    steps: int = Field(ge=1, description="steps a round")
+    batch_size: int = Field(ge=1, le=10**15, description="examples a step, in the mean")
+    steps: int = Field(ge=1, le=10**9, description="steps a round")
     sampling: Literal["poisson", "shuffled"] = Field(
         description="each example enters a step by chance, or the data is shuffled and cut into batches"
     )
@@ -153,7 +157,7 @@ def parse_claims(tables: list[Any]) -> list[Claim]:
     """
     for place, table in enumerate(tables, 1):
         mechanism = table.get("mechanism") if isinstance(table, dict) else None
-        if mechanism not in MODELS:
+        if not isinstance(mechanism, str) or mechanism not in MODELS:
             raise unknown_name(f"mechanism of claim {place}", str(mechanism), MODELS)
     try:
         return _claims.validate_python(tables)

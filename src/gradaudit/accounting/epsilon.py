@@ -14,6 +14,11 @@ from gradaudit.errors import BadInputError
 NUMERIC_TO = 50.0
 """Largest epsilon by RDP at which the numeric accountants are asked: above, their grids fill the memory."""
 
+LEAST = 1e-15
+"""Noise over sensitivity below which there is none: its epsilon, above 1e29, is no number to print."""
+MOST_STEPS = 1_000_000
+"""Steps to which the numeric accountants are asked."""
+
 EXACT = "dp-accounting, exact"
 
 
@@ -35,10 +40,29 @@ def gaussian_epsilon(noise: float, sensitivity: float, delta: float, rounds: int
     """
     if sensitivity == 0:
         return 0.0
-    if noise == 0:
+    ratio = noise / (sensitivity * math.sqrt(rounds))
+    if ratio < LEAST:
         return math.inf
     with _quiet():
-        return float(_dp_accounting().get_epsilon_gaussian(noise / (sensitivity * math.sqrt(rounds)), delta))
+        return float(_dp_accounting().get_epsilon_gaussian(ratio, delta))
+
+
+def laplace_epsilon(ratio: float, values: int, delta: float) -> float:
+    """Return an epsilon of Laplace noise on so many values: the smaller of the sum and of RDP (dp-accounting).
+
+    Args:
+        ratio: scale of the noise over the largest change of a value.
+        values: how many are released, over all rounds.
+        delta: failure probability.
+
+    Raises:
+        BadInputError: the extra `dp` is not installed.
+    """
+    pure = values / ratio
+    google = _dp_accounting()
+    with _quiet():
+        by_orders = google.rdp.RdpAccountant().compose(google.LaplaceDpEvent(ratio), values).get_epsilon(delta)
+    return max(0.0, min(pure, float(by_orders)))
 
 
 def sampled_epsilons(noise_multiplier: float, rate: float, steps: int, delta: float) -> dict[str, float | None]:
@@ -58,7 +82,7 @@ def sampled_epsilons(noise_multiplier: float, rate: float, steps: int, delta: fl
         BadInputError: the extra `dp` is not installed.
     """
     google = _dp_accounting()
-    if noise_multiplier == 0:
+    if noise_multiplier < LEAST:
         return {"dp-accounting, RDP": math.inf}
     event = google.GaussianDpEvent(noise_multiplier)
     event = google.PoissonSampledDpEvent(rate, event) if rate < 1 else event
@@ -81,11 +105,20 @@ def sampled_epsilons(noise_multiplier: float, rate: float, steps: int, delta: fl
             "Opacus, PRV": lambda: of_opacus(PRVAccountant()),
             "dp-accounting, PLD": lambda: of_google(google.pld.PLDAccountant()),
         }
-        small = min(e for e in found.values() if e is not None) <= NUMERIC_TO
-        found |= {name: ask() if small else None for name, ask in numeric.items()}
+        small = min(e for e in found.values() if e is not None) <= NUMERIC_TO and steps <= MOST_STEPS
+        found |= {name: _tried(ask) if small else None for name, ask in numeric.items()}
+        found = {name: None if e is None else max(0.0, e) for name, e in found.items()}
     if rate >= 1:
         found[EXACT] = gaussian_epsilon(noise_multiplier, 1.0, delta, steps)
     return found
+
+
+def _tried(ask: Callable[[], float]) -> float | None:
+    try:
+        found = ask()
+    except (ValueError, RuntimeError, ArithmeticError):  # its grid is too coarse for this delta, and it says so
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _dp_accounting() -> Any:

@@ -47,6 +47,10 @@ class ExampleDefense(Defense):
         """Whether each example enters a local step by chance (Poisson sampling), and not in shuffled batches."""
 
     @abstractmethod
+    def of_several(self, clients: int) -> ExampleDefense:
+        """Return the defense whose gradient of all examples has the law of the mean of so many clients' gradients."""
+
+    @abstractmethod
     def on_examples(
         self,
         chunks: Iterable[Mapping[str, Tensor]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +49,10 @@ class DPSGD(ExampleDefense):
     @property
     def sampled(self) -> bool:
         return self.poisson
+
+    def of_several(self, clients: int) -> DPSGD:
+        # the clients' noises are independent: their sum has the root of their number
+        return replace(self, noise_multiplier=self.noise_multiplier * math.sqrt(clients))
 
     def on_examples(
         self,
