@@ -100,6 +100,8 @@ def test_a_lower_bound_is_recommended_last_and_said_to_be_one():
     assert "lower bound" in alone.reason
     (weak_knows,) = frontiers([result(1e-3, 5, 60, flags=bound), result(1e-3, 4, 60, "decode")])
     assert weak_knows.points[0].bound, "a weak attack that knows does not speak for a strong one that does not"
+    (dropout,) = frontiers([result(1e-3, 5, 60, flags=("dropout-not-modeled",))])
+    assert dropout.points[0].bound
     (blind,) = frontiers([result(1e-3, 5, 60, flags=bound), result(1e-3, 4, 60, "blind")])
     assert blind.points[0].bound
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import gradaudit.utility
 from gradaudit import audit
-from gradaudit.accounting.epsilon import sampled_epsilons
+from gradaudit.accounting.epsilon import gaussian_epsilon, sampled_epsilons
 from gradaudit.case import parse_case
 from gradaudit.cli import app
 from gradaudit.client import Client
@@ -295,3 +295,44 @@ def test_everything_that_decides_it_is_in_its_name(folders, rows, tmp_path):
     others.append(given(folders, rows))
     names = {gradaudit.utility._identity(*one) for one in (base, *others)}
     assert len(names) == 1 + len(others)
+
+
+def test_epsilon_is_of_the_sampling_that_was_done_and_of_single_gradients_only(folders, rows):
+    how = UtilityTable(steps=30, batch_size=8, test_rows=60)
+    shuffled = {"name": "dp-sgd", "noise_multiplier": 5.0, "poisson": False}
+    found = measured(folders, rows, how, defense=[shuffled])
+    # 22 full batches of 8 in 180 rows: a row may be in two of 30 steps, and another takes its place
+    assert found.epsilon == pytest.approx(gaussian_epsilon(5.0, 2.0, 0.1 / 180, 2))
+    local = {"optimizer": "sgd", "learning_rate": 1e-3}
+    assert measured(folders, rows, how, defense=[shuffled], client=local).epsilon is None
+    with pytest.raises(NotSupportedError, match="poisson = false"):
+        measured(folders, rows, how, defense=[{"name": "dp-sgd"}], client=local)
+
+
+def test_f1_is_of_class_1(folders, rows):
+    """A model that never says 1: most rows right where most are 0, F1 of class 1 nothing."""
+    lines = rows.read_text().splitlines()
+    rows.write_text(
+        "\n".join([lines[0], *(line for line in lines[1:] if line.endswith(",0") or "maria" in line)]) + "\n"
+    )
+    data = audit.prepare(
+        parse_case(
+            {
+                "model": f"random:{folders['bert']}",
+                "data": {"path": str(rows), "label": "label"},
+                "attack": {"name": "blind"},
+            }
+        ),
+        Path.cwd(),
+        CPU,
+    )
+    with torch.no_grad():
+        for name, p in data.model.parameters().items():
+            if name.startswith("classifier"):
+                p.zero_()
+                if name.endswith("bias"):
+                    p[0] = 1.0
+    found = gradaudit.utility._scores(data.model, data.rows, list(range(len(data.rows.texts))))
+    assert found["accuracy"] > 80
+    assert found["f1"] == 0.0
+    assert found["mcc"] == 0.0

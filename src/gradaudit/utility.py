@@ -252,13 +252,16 @@ def _scores(model: TransformersModel, rows: Rows, test: list[int]) -> dict[str, 
     both: Any = {"task": "binary"} if model.spec.labels == 2 else classes | {"average": "macro"}
     kind: Any = {"task": "binary"} if model.spec.labels == 2 else classes
 
+    # of one class alone, said or true, the coefficient is 0 / 0: by convention 0; torchmetrics 1.9 says up to 32
+    told = min(len(found.unique()), len(truth.unique())) > 1
+
     def percent(value: Tensor) -> float:
         return 100 * float(value)
 
     return {
         "accuracy": percent(accuracy(found, truth, **classes)),
         "f1": percent(f1_score(found, truth, **both)),
-        "mcc": percent(matthews_corrcoef(found, truth, **kind)),
+        "mcc": percent(matthews_corrcoef(found, truth, **kind)) if told else 0.0,
     }
 
 
