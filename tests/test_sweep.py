@@ -132,6 +132,8 @@ def test_the_model_is_loaded_once_for_points_that_share_it(sweep: Path, tmp_path
         ("[axes]\nseed = []", "axis 'seed' needs a list"),
         ("[axes]\nseed = [1, 1]", "two points are the same case: seed 1; and seed 1"),
         ('[axes]\n"data.skip" = [1, 2]\ndata.skip = [3]', "given twice"),
+        ("seed = 3\n[axes]\nseed = [1, 2]", "'seed' is set and is an axis"),
+        ('[attack]\nname = "tag"\n[axes]\nattack = [{name = "blind"}]', "'attack' is set and is an axis"),
         ("name = 2024-01-01\n[axes]\nseed = [1, 2]", "name"),
         ("utility = 3\n[axes]\nseed = [1, 2]", "[utility]: Input should be"),
         ("[axes]\nsed = [1, 2]", "unknown key 'sed'"),

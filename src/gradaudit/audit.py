@@ -113,8 +113,17 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     if loaded is None and spec.lora is not None and spec.lora.warmup:
         warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
     selection = Selection(case.selection.tensors)
+    client = client_of(case, model)
+    frozen = client.frozen()
+    if all(view.parameter in frozen for view in selection.views(model).values()):
+        raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
+    return Prepared(case, model, rows, batches, client, selection, attack, device)
+
+
+def client_of(case: Case, model: TransformersModel) -> Client:
+    """Return the client of a case's [client] and [[defense]] tables, training a model."""
     how = case.client
-    client = Client(
+    return Client(
         model,
         how.training(),
         how.dropout,
@@ -124,10 +133,6 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         how.padding,
         how.clients,
     )
-    frozen = client.frozen()
-    if all(view.parameter in frozen for view in selection.views(model).values()):
-        raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
-    return Prepared(case, model, rows, batches, client, selection, attack, device)
 
 
 def _public_batches(

@@ -97,8 +97,7 @@ class Client:
         if len(batch.ids) == 0 or not bool(batch.mask.any(1).all()):
             raise BadInputError("the batch is empty, or one of its sentences has no token; a client needs text")
         seed = draw_seed(rng)
-        frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
-        trained = {n: p for n, p in self.model.parameters().items() if n not in frozen}
+        frozen, trained = self._trained()
         if not trained:
             raise BadInputError("every parameter is frozen; nothing is trained and nothing is sent")
         tensors = self._summed(batch, trained, seed, expected)
@@ -109,6 +108,10 @@ class Client:
                 "broken; lower the learning rate or mend the model"
             )
         return self._made(tensors, frozen)
+
+    def _trained(self) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+        frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
+        return frozen, {n: p for n, p in self.model.parameters().items() if n not in frozen}
 
     def _made(self, tensors: Mapping[str, Tensor], frozen: tuple[str, ...]) -> Update:
         return Update(
@@ -133,8 +136,7 @@ class Client:
         guard = self._guard()
         if guard is None or not guard.sampled or self.training.optimizer != "none":
             raise BadInputError("a client without sentences sends nothing")
-        frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
-        trained = {n: p for n, p in self.model.parameters().items() if n not in frozen}
+        frozen, trained = self._trained()
         tensors = guard.on_examples(iter(()), trained, expected, stream(draw_seed(rng), "defense", 0, 0))
         return self._made(tensors, frozen)
 

@@ -150,6 +150,8 @@ def _point(data: Mapping[str, Any], axes: Mapping[str, list[Any]], values: Seque
             table = table.setdefault(part, {})
             if not isinstance(table, dict):
                 raise BadInputError(f"axis '{key}': '{part}' is a value, not a table")
+        if last in table:
+            raise BadInputError(f"'{key}' is set and is an axis as well; keep one of the two")
         table[last] = value
     said = {key: _words(value) for key, value in zip(axes, values, strict=True)}
     try:

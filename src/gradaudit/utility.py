@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from gradaudit.audit import client_of
 from gradaudit.case import Case
-from gradaudit.client import Client
 from gradaudit.data.source import Rows, make_batch
 from gradaudit.defenses.base import ExampleDefense
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -130,20 +130,12 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
     began = time.perf_counter()
     tuned = copy.deepcopy(model)
     before = _scores(tuned, rows, test)["accuracy"]
-    defenses = case.build_defenses()
+    client = client_of(case, tuned)
     if sampled and isinstance(guard, ExampleDefense):
         # noise of several clients, each with its own draw, has the law of one client's: then draws need no equal parts
-        defenses = (guard.of_several(several),)
-    client = Client(
-        tuned,
-        case.client.training(),
-        case.client.dropout,
-        case.client.freeze,
-        defenses,
-        case.client.dropout_rate,
-        case.client.padding,
-        1 if sampled else several * case.client.clients,
-    )
+        client = replace(client, defenses=(guard.of_several(several),), clients=1)
+    else:
+        client = replace(client, clients=several * client.clients)
     parameters = tuned.parameters()
     server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0)
     for step, chosen in enumerate(track(list(_draws(case, how, train, several * size, sampled)), "training")):

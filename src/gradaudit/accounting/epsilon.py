@@ -1,4 +1,4 @@
-"""Epsilon of Gaussian noise: exact without sampling, by four accountants side by side with it."""
+"""Epsilon of noise: Gaussian exactly, Laplace by RDP, sampled Gaussian by four accountants side by side."""
 
 from __future__ import annotations
 

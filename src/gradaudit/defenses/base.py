@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from gradaudit.errors import BadInputError
 
 
 class Defense(ABC):
@@ -19,6 +22,16 @@ class Defense(ABC):
     kind: ClassVar[str] = "defense"
     name: ClassVar[str]
     acts_on: ClassVar[str]
+
+
+def above_zero(defense: str, field: str, value: float) -> None:
+    """Refuse a parameter that is not above 0 and finite.
+
+    Raises:
+        BadInputError: names defense, field and value.
+    """
+    if not 0 < value < math.inf:
+        raise BadInputError(f"defense '{defense}': {field} must be above 0 and finite, got {value}")
 
 
 class UpdateDefense(Defense):

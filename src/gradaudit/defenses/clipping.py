@@ -10,8 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import UpdateDefense
-from gradaudit.errors import BadInputError
+from gradaudit.defenses.base import UpdateDefense, above_zero
 from gradaudit.registry import hyper, register
 
 
@@ -32,8 +31,7 @@ class Clip(UpdateDefense):
     per_tensor: bool = hyper(False, "each tensor is clipped by itself")
 
     def __post_init__(self) -> None:
-        if not 0 < self.norm < math.inf:
-            raise BadInputError(f"defense 'clip': norm must be above 0 and finite, got {self.norm}")
+        above_zero(self.name, "norm", self.norm)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         norms = {name: float(value.double().norm()) for name, value in tensors.items()}

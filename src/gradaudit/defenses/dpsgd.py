@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import ExampleDefense
+from gradaudit.defenses.base import ExampleDefense, above_zero
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register
 from gradaudit.streams import draw_seed
@@ -39,8 +39,7 @@ class DPSGD(ExampleDefense):
     )
 
     def __post_init__(self) -> None:
-        if not 0 < self.clip < math.inf:
-            raise BadInputError(f"defense 'dp-sgd': clip must be above 0 and finite, got {self.clip}")
+        above_zero(self.name, "clip", self.clip)
         if not 0 <= self.noise_multiplier < math.inf:
             raise BadInputError(
                 f"defense 'dp-sgd': noise_multiplier must be at least 0 and finite, got {self.noise_multiplier}"

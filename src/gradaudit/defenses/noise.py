@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import UpdateDefense
-from gradaudit.errors import BadInputError
+from gradaudit.defenses.base import UpdateDefense, above_zero
 from gradaudit.registry import hyper, register
 
 
@@ -31,8 +29,7 @@ class Gaussian(UpdateDefense):
     relative: bool = hyper(False, "sigma in multiples of each tensor's own root mean square")
 
     def __post_init__(self) -> None:
-        if not 0 < self.sigma < math.inf:
-            raise BadInputError(f"defense 'gaussian': sigma must be above 0 and finite, got {self.sigma}")
+        above_zero(self.name, "sigma", self.sigma)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         return {
@@ -61,8 +58,7 @@ class NormalizedGaussian(UpdateDefense):
     sigma: float = hyper(0.01, "standard deviation of the noise on unit-norm tensors", source="Grab, section 5.4")
 
     def __post_init__(self) -> None:
-        if not 0 < self.sigma < math.inf:
-            raise BadInputError(f"defense 'normalized-gaussian': sigma must be above 0 and finite, got {self.sigma}")
+        above_zero(self.name, "sigma", self.sigma)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         out = {}
@@ -88,8 +84,7 @@ class Laplace(UpdateDefense):
     scale: float = hyper(1e-4, "scale b of the noise; its standard deviation is 1.41 b", unit="gradient units")
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:
-            raise BadInputError(f"defense 'laplace': scale must be above 0 and finite, got {self.scale}")
+        above_zero(self.name, "scale", self.scale)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         return {name: value + self._noise(value, rng) for name, value in tensors.items()}
