@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from gradaudit.leakage.ends import ends_of
 from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
 from gradaudit.leakage.joint import Joint, joint
 from gradaudit.leakage.noisy_growth import grow_under_noise
+from gradaudit.leakage.products import Products
 from gradaudit.leakage.subspace import Span, span
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
@@ -28,6 +28,8 @@ _NO_STEP = (
     "not identifiable: the adapters' B is still zero (no step was made with them), so their A has no gradient; "
     "an update after the first step carries signal"
 )
+_TOGETHER = 4096
+"""An encoder's sentences judged together."""
 _NOISY = "the update is noisy or rounded: what stands above its noise was read, by the nearest fit"
 
 
@@ -209,8 +211,8 @@ class _Products:
                 break
             inner = [[t for t in row if t not in ending] or row for row in sets[: length - len(ending)]]
             columns = inner + [list(ending)] * bool(ending)
-            for ids, residuals in self._products(columns, rng):
-                for at in torch.where(self._sentence_fits(residuals))[0].tolist():
+            for ids, residuals in self._tried(columns, rng):
+                for at in torch.where(residuals < self._limit)[0].tolist():
                     sentence = tuple(ids[at].tolist())
                     if sentence not in found:
                         found.append(sentence)
@@ -247,37 +249,29 @@ class _Products:
             return list(range(1, len(sets) + 1))
         return [p + 1 for p, row in enumerate(sets) if ending[0] in row and p > 0]
 
-    def _products(self, columns: list[list[int]], rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-        device = self.first.basis.device
-        total = math.prod(len(column) for column in columns)
-        limit = self.attack.max_candidates
-        chunk = max(16, 8192 // len(columns))
-        drawn: Iterator[tuple[int, ...]]
-        if total <= limit:
-            drawn = itertools.product(*columns)
-        else:
-            self._note(f"{total:.1e} products at length {len(columns)}; {limit} of them were drawn at random")
-            drawn = self._random_products(columns, limit, rng)
-        for start in range(0, min(total, limit), chunk):
-            ids = torch.tensor(list(itertools.islice(drawn, chunk)), device=device)
-            if len(ids) == 0:
-                return
-            inputs = self.model.attention_inputs(1, ids)
-            self.tried += len(ids)
-            step(f"dager: length {len(columns)}", start + len(ids), min(total, limit))
-            yield ids, self.second.residual(inputs).amax(1)
+    def _tried(self, columns: list[list[int]], rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield sentences that may be true with their residuals, or the one of a chunk that is nearest to it.
 
-    @staticmethod
-    def _random_products(columns: list[list[int]], count: int, rng: torch.Generator) -> Iterator[tuple[int, ...]]:
-        for _ in range(0, count, 1024):
-            picks = [torch.randint(len(column), (1024,), generator=rng).tolist() for column in columns]
-            for pick in zip(*picks, strict=True):
-                yield tuple(column[i] for column, i in zip(columns, pick, strict=True))
+        A sentence is true where all of its rows fit, so the first row, which costs a fraction, sorts nearly all out.
+        """
+        products, limit = Products(self.model, columns), self.attack.max_candidates
+        all_of_them = products.count <= limit
+        if not all_of_them:
+            self._note(f"{products.count:.1e} products at length {len(columns)}; {limit} of them were drawn at random")
+        for start in range(0, min(products.count, limit), _TOGETHER):
+            count = min(_TOGETHER, min(products.count, limit) - start)
+            picks = products.picks(start, count) if all_of_them else products.drawn(count, rng)
+            self.tried += count
+            step(f"dager: length {len(columns)}", start + count, min(products.count, limit))
+            first = self.second.residual(products.first_rows(picks))
+            near = torch.where(first < self._limit)[0] if bool((first < self._limit).any()) else first.argmin()[None]
+            ids = products.ids(picks[near])
+            yield ids, self.second.residual(self.model.attention_inputs(1, ids)).amax(1)
 
-    def _sentence_fits(self, residuals: Tensor) -> Tensor:
+    @property
+    def _limit(self) -> float:
         # one chunk may hold no true sentence or only one: a gap within it says nothing, so the cut is fixed
-        limit = self.attack.sentence_tolerance if self.attack.threshold == "paper" else math.sqrt(ROUNDING * UNRELATED)
-        return residuals < limit
+        return self.attack.sentence_tolerance if self.attack.threshold == "paper" else math.sqrt(ROUNDING * UNRELATED)
 
     def _remove(self, sets: list[list[int]], found: list[tuple[int, ...]]) -> None:
         frame = (*self.model.special.prefix, *self.model.special.suffix)

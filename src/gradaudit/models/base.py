@@ -274,6 +274,20 @@ class TextModel(ABC):
         """
 
     @abstractmethod
+    def after_attention(self, layer: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """Return what an encoder's block makes of rows whose attention is at hand, [N, d].
+
+        Args:
+            layer: block.
+            hidden: [N, d] what enters it at these rows.
+            mixed: [N, d] values mixed by attention, what enters its output matrix.
+        """
+
+    @abstractmethod
+    def attention_bias(self, length: int) -> Tensor | None:
+        """Return what a model adds to all attention scores by position, [heads, T, T]; None for nothing."""
+
+    @abstractmethod
     def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
         """Return a block's q, k or v of some input rows by head, [n, heads, width of a head], in the rows' dtype."""
 

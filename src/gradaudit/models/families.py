@@ -73,6 +73,10 @@ class Family(ABC):
         """Return the family's own position ids for 0-based positions."""
         return positions
 
+    def attention_bias(self, length: int) -> Tensor | None:
+        """Return what is added to all attention scores by position, [heads, T, T]; None for nothing."""
+        return None
+
     @contextmanager
     def classifying(self) -> Iterator[None]:
         """Leave out, inside the block, rows of the last block that classification does not read."""
@@ -213,6 +217,11 @@ class MPNet(_Encoder):
         bias = self.core.encoder.compute_position_bias(hidden)
         out: Tensor = self.blocks[layer](hidden, mask, bias)[0]
         return out
+
+    def attention_bias(self, length: int) -> Tensor | None:
+        table: Tensor = self.core.encoder.relative_attention_bias.weight
+        found: Tensor = self.core.encoder.compute_position_bias(table.new_zeros(1, length, 1))
+        return found[0]
 
     def classify(self, out: Any, mask: Tensor) -> Tensor:
         logits: Tensor = self.module.classifier(out.last_hidden_state)

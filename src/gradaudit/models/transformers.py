@@ -319,6 +319,28 @@ class TransformersModel(TextModel):
                 hook.remove()
 
     @torch.no_grad()
+    def after_attention(self, layer: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        if self.causal:
+            raise NotSupportedError("only an encoder's rows are finished by themselves")
+
+        def instead(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (mixed[:, None], *inputs[1:])
+
+        ones = torch.ones(len(hidden), 1, 1, dtype=torch.bool, device=hidden.device)
+        place = self.family.views(layer, "o")[0].parameter.removesuffix(".weight")
+        hook = self.module.get_submodule(place).register_forward_pre_hook(instead)
+        try:
+            with self._evaluating():  # each row attends to itself, and the result is replaced on its way out
+                alone = additive(ones, self._program._dtype())
+                return self.family.run_block(layer, hidden[:, None], alone, torch.zeros_like(ones[:, 0]).long())[:, 0]
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def attention_bias(self, length: int) -> Tensor | None:
+        return self.family.attention_bias(length)
+
+    @torch.no_grad()
     def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
         view = self.family.views(layer, role)[0]
         stem = view.parameter.removesuffix("weight")
