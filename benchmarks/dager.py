@@ -27,6 +27,7 @@ from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
+from gradaudit.process import ready_process
 from gradaudit.record import Record
 
 PLAIN = {"name": "dager", "embedding_rows": False}
@@ -252,6 +253,7 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="only these rows of the groups, as 0,1")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
+    ready_process()
     device = pick_device(given.device)
     loaded: tuple[Any, TransformersModel] | None = None
     for group in given.groups:

@@ -20,6 +20,7 @@ from gradaudit.case import load_case
 from gradaudit.leakage.erasures import decode, refine
 from gradaudit.leakage.rows import INSIDE, LEAST_KEPT, MaskedInputs, Search, find_rows
 from gradaudit.leakage.subspace import span
+from gradaudit.process import ready_process
 from gradaudit.streams import stream
 
 CANDIDATES = 200
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("case", type=Path)
     parser.add_argument("--batches", type=int, nargs="*", default=[0, 1, 2], help="which batches, by number")
     given = parser.parse_args()
+    ready_process()
     ready = prepare(load_case(given.case), given.case.resolve().parent, pick_device("cpu"))
     model = ready.model
     for number in given.batches:

@@ -25,6 +25,7 @@ from gradaudit.audit import pick_device, prepare, run, run_info
 from gradaudit.case import parse_case
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.transformers import TransformersModel
+from gradaudit.process import ready_process
 from gradaudit.progress import step
 from gradaudit.record import Record
 from gradaudit.terminal import progress_bars
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/exact-decoding"), help="tables' folder")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
+    ready_process()
     device = pick_device(given.device)
     loaded: dict[str, TransformersModel] = {}
     with progress_bars(Console(stderr=True)):

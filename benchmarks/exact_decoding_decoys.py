@@ -24,6 +24,7 @@ from gradaudit.leakage.deflation import matrices, remainder
 from gradaudit.leakage.rows import MaskedInputs, Search, find_rows, look_harder
 from gradaudit.leakage.sentences import CLOSED, DecodedRows
 from gradaudit.leakage.subspace import span
+from gradaudit.process import ready_process
 from gradaudit.streams import stream
 
 
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=14, help="decoys a batch and setting")
     parser.add_argument("--write", type=Path, default=None)
     given = parser.parse_args()
+    ready_process()
     device = pick_device("cpu")
     on = prepare(parse_case(Cell("cola", 4, given.batches, PRACTICAL).case()), Path.cwd(), device)
     off = prepare(parse_case(Cell("cola", 4, given.batches, OFF).case()), Path.cwd(), device, on.model)

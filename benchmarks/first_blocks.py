@@ -26,6 +26,7 @@ from tables import command, commit, write_table
 from gradaudit.audit import prepare, private_batch, sent
 from gradaudit.bundle import MANIFEST, save_bundle
 from gradaudit.case import parse_case
+from gradaudit.process import ready_process
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "vocab_size": 32000,
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=None, help="Markdown file for the table")
     parser.add_argument("--size", type=int, default=8, help="batch size")
     given = parser.parse_args()
+    ready_process()
     commit()
     lines = [
         "| update | blocks loaded | weights read MiB | peak MiB | seconds in all | of the attack | sentences exact |\n"

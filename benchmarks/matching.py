@@ -21,11 +21,11 @@ import torch
 from exact_decoding import DATA, OFF, PRACTICAL
 from tables import command, commit, write_table
 
-from gradaudit.allocation import keep_freed_memory
 from gradaudit.audit import RECORDS, pick_device, prepare, run
 from gradaudit.case import parse_case
 from gradaudit.leakage.compiled import compiling
 from gradaudit.models.transformers import TransformersModel
+from gradaudit.process import ready_process
 from gradaudit.record import Record, read_lines
 
 # about 7,500 evaluations, what TAG's published 2500 steps cost; the published decay, as far down, in fewer steps
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action="store_true", help="compile the steps")
     given = parser.parse_args()
-    keep_freed_memory()  # as the program does
+    ready_process()  # as the program does
     with compiling(given.compile):
         measure(given)
 

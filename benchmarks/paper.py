@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 from tables import command
 
-from gradaudit.allocation import keep_freed_memory
 from gradaudit.audit import pick_device, prepare, run, run_info
 from gradaudit.case import Case, load_case
 from gradaudit.leakage.compiled import compiling
 from gradaudit.metrics.summary import interval, summarize
+from gradaudit.process import ready_process
 from gradaudit.progress import step
 from gradaudit.record import Interval, Record, RunInfo, Summary
 from gradaudit.terminal import progress_bars
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=0, help="stop each case after so many; 0 for all")
     parser.add_argument("--compile", action="store_true", help="compile the steps of a matching attack")
     given = parser.parse_args()
-    keep_freed_memory()  # as the program does
+    ready_process()  # as the program does
     device = pick_device(given.device)
     parts = []
     with progress_bars(Console(stderr=True)), compiling(given.compile):

@@ -17,6 +17,7 @@ from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
 from gradaudit.leakage.deflation import matrices, remainder
 from gradaudit.leakage.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.process import ready_process
 
 
 def on_top(pairs: Pairs, strength: torch.Tensor, right: set[tuple[int, int]]) -> int:
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("batches", type=int, nargs="+", help="which, by number")
     parser.add_argument("--model", default="minilm")
     given = parser.parse_args()
+    ready_process()
     data, size, batches = given.data, given.size, given.batches
     cell = Cell(data, size, max(batches) + 1, OFF, given.model)
     ready = prepare(parse_case(cell.case()), Path.cwd(), pick_device("cpu"))

@@ -19,6 +19,7 @@ from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
 from gradaudit.leakage.ranking import likeliest_words, rank_words
 from gradaudit.leakage.subspace import stack
+from gradaudit.process import ready_process
 
 LEVELS = (0.01, 0.05, 0.1)
 SIZES = {1: 8, 4: 3, 16: 1}
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--data", default="sst2", choices=("cola", "sst2"))
     parser.add_argument("--seed", default=303, type=int)
     chosen = parser.parse_args()
+    ready_process()
     model, lines = None, []
     for size, batches in SIZES.items():
         for defense in dict.fromkeys(str(c.defense[0]) for c in compressed()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, Squar
 from gradaudit.leakage.factored import Observed, Product, gradient, of_products, rank_of_products
 from gradaudit.leakage.layout import Layout, layout
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Objective
+from gradaudit.leakage.matching import Heat, Objective
 from gradaudit.models.taps import _tap
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -73,7 +74,9 @@ def test_under_several_masks_a_guess_counts_the_mean_of_its_distances(load):
     model, batch, _, of = scene(load)
     draws = [Masks(2, torch.Generator().manual_seed(n), learn=False) for n in range(2)]
     of.masks = tuple(draws)
-    some = model.word_vectors()[batch.ids] + torch.randn((3, *batch.ids.shape, 1), generator=torch.Generator())
+    some = model.word_vectors()[batch.ids] + torch.randn(
+        (3, *batch.ids.shape, model.width), generator=torch.Generator()
+    )
     found = of.measure(some)
     with torch.no_grad():
         each = [of.objective(some, batch.mask, batch.labels.expand(3, 2), masks) for masks in draws]
@@ -136,11 +139,14 @@ def test_a_ranking_measures_the_best_in_full_and_no_other(load, distance, togeth
     """Guesses at rising distances from the truth: what ranks them, on few rows here, finds one of the nearest four."""
     # guesses this far off differ by less than float32 can tell
     model, batch, seen, of = scene(lambda *how, **more: doubled(load(*how, **more)), sizes=(4, 5), screen=2)
+    if isinstance(distance, Normalized):  # it is for clients that did so
+        seen = replace(seen, tensors={n: t / t.norm() for n, t in seen.tensors.items()})
     of.objective, of.together = Objective(seen, distance), together
     of.masks = tuple(Masks(2, torch.Generator().manual_seed(n)) for n in range(draws))
     rows = slice(0, 1) if alone else slice(0, 2)
-    size = torch.linspace(0.2, 4, 40)[torch.randperm(40, generator=stream(0, "order"))].view(-1, 1, 1, 1)
-    some = model.word_vectors()[batch.ids] + size * torch.randn((1, *batch.ids.shape, 1), generator=stream(0, "guess"))
+    size = torch.linspace(0.005, 0.1, 40)[torch.randperm(40, generator=stream(0, "order"))].view(-1, 1, 1, 1)
+    away = torch.randn(batch.ids.shape + model.word_vectors().shape[1:], generator=stream(0, "guess"))
+    some = model.word_vectors()[batch.ids] + size * away
     whole = of.measure(some)  # draws the masks, and is the oracle for guesses of whole batches
     given = {}
     if alone:
@@ -148,16 +154,54 @@ def test_a_ranking_measures_the_best_in_full_and_no_other(load, distance, togeth
         others = (model.word_vectors()[batch.ids[rest]], batch.mask[rest], batch.labels[rest])
         base = of.objective.base(*others, of.masks[0].only(rest), 2)
         of.masks = of.masks[:1]  # the others' part is known under one
-        given = {"row": 0, "base": base}
+        given = {"row": 0, "beside": [(base, 40)]}
         whole = of.measure(some[:, rows], **given)
     of.evaluations = 0
     found = of.measure(some[:, rows], keep=2, **given)
     assert of.evaluations == 40 * len(of.masks)
-    for part in torch.arange(40).split(together or 40):
-        measured = part[found[part].isfinite()]
-        assert len(measured) == 2
-        assert set(part[whole[part].argsort()[:4]].tolist()) & set(measured.tolist())
-        torch.testing.assert_close(found[measured], whole[measured])
+    first, *later = torch.arange(40).split(together or 40)
+    measured = torch.where(found.isfinite())[0]
+    assert int(found[first].isfinite().sum()) == 2
+    assert len(measured) <= 2 * (1 + len(later))
+    assert set(whole.argsort()[:4].tolist()) & set(measured.tolist())
+    torch.testing.assert_close(found[measured], whole[measured])
+
+
+def test_who_goes_on_is_among_the_best_so_far():
+    values = torch.tensor([5.0, 3.0, 9.0, 4.0, 1.0, 6.0, 3.5])
+    heat = Heat(2)
+    assert not heat.begun
+    assert [heat.among(part).tolist() for part in values.split(3)] == [[0, 1], [1], []]  # 5 and 3, 1, none
+    assert heat.begun
+
+
+@pytest.mark.parametrize("together", [0, 7])
+@pytest.mark.parametrize("keep", [0, 3])
+def test_guesses_beside_different_others_are_measured_together(load, together, keep):
+    """The oracle measures each guess's whole batch; what the others add differs from guess to guess."""
+    model, batch, seen, of = scene(lambda *how, **more: doubled(load(*how, **more)), sizes=(4, 5), screen=2)
+    of.objective, of.together = Objective(seen, L2()), together
+    of.masks, table = (Masks(2, torch.Generator().manual_seed(0)),), model.word_vectors()
+    rng, counts, rest = torch.Generator().manual_seed(1), (13, 4, 8), torch.tensor([1])
+    size = torch.linspace(0.005, 0.1, sum(counts), dtype=table.dtype)[torch.randperm(sum(counts), generator=rng)]
+    some = table[batch.ids].repeat(sum(counts), 1, 1, 1)
+    some[:, 0] += size.view(-1, 1, 1) * torch.randn(some[0, 0].shape, generator=rng, dtype=table.dtype)
+    of.measure(some[:1])  # draws the masks
+    beside, start = [], 0
+    for count in counts:
+        some[start : start + count, 1] += torch.randn(some[0, 1].shape, generator=rng, dtype=table.dtype)
+        one = (some[start, rest], batch.mask[rest], batch.labels[rest])
+        beside.append((of.objective.base(*one, of.masks[0].only(rest), 2), count))
+        start += count
+    whole = of.measure(some)
+    found = of.measure(some[:, :1], row=0, beside=beside, keep=keep)
+    measured = found.isfinite()
+    torch.testing.assert_close(found[measured], whole[measured])
+    if not keep:
+        assert bool(measured.all())
+        return
+    assert keep <= int(measured.sum()) < sum(counts)
+    assert int(whole.argmin()) in torch.where(measured)[0].tolist()
 
 
 def test_what_is_left_out_of_the_last_block_changes_no_gradient(load):

@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 
 import gradaudit
+from gradaudit.arithmetic import multiplied_by
 from gradaudit.attacks.base import Attack, ModelChangedError
 from gradaudit.case import Case
 from gradaudit.client import Client, observation
@@ -349,6 +350,7 @@ def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "numpy")},
+            "float32 products": multiplied_by(),
         },
         device=str(ready.device),
         settings=settings if settings is not None else {case.setting(): describe_client(case)},

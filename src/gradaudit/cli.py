@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from gradaudit import __version__
-from gradaudit.allocation import keep_freed_memory
 from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
+from gradaudit.process import ready_process
 
 app = typer.Typer(
     help="How much private text can be read back from the updates a model training sends?",
@@ -392,7 +392,7 @@ def _print_json(data: Any) -> None:
 
 def main() -> NoReturn:
     """Run the program; every expected error is one sentence on standard error."""
-    keep_freed_memory()
+    ready_process()
     try:
         code = app(standalone_mode=False)
     except click.ClickException as problem:

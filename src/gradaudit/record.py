@@ -199,7 +199,7 @@ class RunInfo(_Plain):
         case: content hash; case_data: the resolved case.
         model: title ("minilm"), fingerprint, width, depth, parameters, random_weights.
         data: where the text came from, its sha256, rows.
-        versions: python, torch, transformers, numpy.
+        versions: python, torch, transformers, numpy, and which library makes float32 products.
         device: where it ran.
         settings: for each setting's name, one line of what the client did.
         made: date and time, ISO.

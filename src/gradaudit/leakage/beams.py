@@ -225,20 +225,18 @@ class BeamSearch:
             return []
         if bases is None:
             return self._whole(ids, 2 * width)
-        values = [0.0] * len(ids)
         groups: dict[bytes, list[int]] = {}
         for n, one in enumerate(ids):
             groups.setdefault(_others(one, row), []).append(n)
-        for others, members in groups.items():
-            some = torch.stack([ids[n] for n in members])
-            mask = self._of.lengths_of(some, self._pad)[:, row : row + 1]
-            longest = int(mask.sum(-1).max())  # the batch's padding behind this sentence is no part of it
-            mask, some = mask[..., :longest], some[..., :longest]
-            vectors = self._table[some[:, row : row + 1]]
-            found = self._of.measure(vectors, mask, row, bases[others], 2 * width)
-            for n, value in zip(members, found.tolist(), strict=True):
-                values[n] = value
-        return values
+        order = [n for members in groups.values() for n in members]
+        some = torch.stack([ids[n] for n in order])
+        mask = self._of.lengths_of(some, self._pad)[:, row : row + 1]
+        longest = int(mask.sum(-1).max())  # the batch's padding behind this sentence is no part of it
+        mask, some = mask[..., :longest], some[..., :longest]
+        beside = [(bases[others], len(members)) for others, members in groups.items()]
+        found = self._of.measure(self._table[some[:, row : row + 1]], mask, row, beside, 2 * width)
+        values = dict(zip(order, found.tolist(), strict=True))
+        return [values[n] for n in range(len(ids))]
 
     def _whole(self, ids: list[Tensor], keep: int = 0) -> list[float]:
         every = torch.stack(ids)

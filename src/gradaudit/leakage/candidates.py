@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Base, Objective
+from gradaudit.leakage.matching import Base, Beside, Heat, Objective
 
-_ROWS = 1536
+_ROWS = 3072
 """Token rows that go through the model together on a CPU: more gains nothing there."""
 _BYTES_A_ROW = 1 << 20
 """Memory a token row takes on the way forth and back, generously, for a model of a few hundred wide; scaled by size."""
@@ -44,22 +44,23 @@ class Candidates:
         vectors: Tensor,
         mask: Tensor | None = None,
         row: int | None = None,
-        base: Base | None = None,
+        beside: Beside = (),
         keep: int = 0,
     ) -> Tensor:
         """Return the distance of each guess, [N].
 
         Args:
-            vectors: [N, B, T, d], or [N, 1, T, d] with `row` and `base`.
+            vectors: [N, B, T, d], or [N, 1, T, d] with `row` and `beside`.
             mask: [N, B, T] where guesses differ in length; the frame's when None.
             row: the one sentence that the guesses are about; None for the whole batch.
-            base: what the others add, with `row`.
+            beside: with `row`, what the others add to so many guesses after one another.
             keep: only the best so many are asked for, found by a ranking (`screen`); others may come out infinite.
                 0 for all.
         """
         pick = slice(None) if row is None else torch.tensor([row], device=vectors.device)
         labels = self.labels[pick]
         narrow = keep > 0 and self.screen > 1 and len(vectors) > 4 * keep
+        heats = (Heat(4 * keep), Heat(keep))
         size = self.together or self._fitting(vectors)
         found = []
         for at in range(0, len(vectors), size):
@@ -67,10 +68,13 @@ class Candidates:
             shown = self.frame.mask[pick] if mask is None else mask[at : at + size]
             targets = labels.expand(len(part), *labels.shape)
             under = [masks.only(pick) if masks is not None else None for masks in self.masks]
+            others = _within(beside, at, len(part))
             if narrow:
-                found.append(self.objective.best_of(part, shown, targets, under, base, self.screen, keep))
+                found.append(self.objective.best_of(part, shown, targets, under, others, self.screen, heats))
+            elif others:
+                found.append(self.objective.beside(part, shown, targets, under, others))
             else:
-                each = [self.objective(part, shown, targets, masks, base) for masks in under]
+                each = [self.objective(part, shown, targets, masks) for masks in under]
                 found.append(torch.stack(each).mean(0))
         self.evaluations += len(vectors) * len(self.masks)
         return torch.cat(found)
@@ -98,6 +102,17 @@ class Candidates:
             free, _ = torch.cuda.mem_get_info(vectors.device)
             most = max(_ROWS, int(free * 0.5 / (_BYTES_A_ROW * vectors.shape[-1] / 512)))
         return max(1, most // rows)
+
+
+def _within(beside: Beside, start: int, count: int) -> Beside:
+    """Return what belongs to so many guesses from a place on."""
+    found: list[tuple[Base, int]] = []
+    for base, length in beside:
+        inside = min(start + count, length) - max(start, 0)
+        if inside > 0:
+            found.append((base, inside))
+        start -= length
+    return found
 
 
 def permutations(still: Tensor, count: int, rng: torch.Generator) -> Tensor:

@@ -7,8 +7,9 @@ by them (`leakage.factored`): nothing of the model's size stays in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -67,9 +68,15 @@ class _Factors:
     slope: Tensor
     read: Tensor
 
-    def only(self, candidates: Tensor) -> _Factors:
+    def only(self, candidates: Tensor | slice) -> _Factors:
         """Return those of some candidates."""
         return _Factors(self.how, self.slope[candidates], self.read[candidates] if self.read.numel() else self.read)
+
+
+_Made = dict[str, _Factors]
+"""Candidates' gradients by parameter."""
+_Targets = Sequence[Observed]
+"""What they are compared with, by part of an objective."""
 
 
 class Objective:
@@ -135,6 +142,11 @@ class Objective:
         return Observed(values, -values if self.distance.differs else None, values.square().sum())
 
     @property
+    def _targets(self) -> tuple[Observed, ...]:
+        """What the update is compared with, by part."""
+        return tuple(part.observed for part in self._parts)
+
+    @property
     def passes(self) -> int:
         """Gradients computed for one guess."""
         return 1
@@ -147,14 +159,7 @@ class Objective:
         """Return what a reader of the result has to know."""
         return [f"a weight change of {self._steps} local steps was read as one gradient"] if self._steps > 1 else []
 
-    def __call__(
-        self,
-        embeddings: Tensor,
-        mask: Tensor,
-        labels: Tensor,
-        masks: Masks | None = None,
-        base: Base | None = None,
-    ) -> Tensor:
+    def __call__(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None) -> Tensor:
         """Return the distance of each candidate, [N]; differentiable by all that has a gradient.
 
         Args:
@@ -162,14 +167,12 @@ class Objective:
             mask: [B, T] or [N, B, T] bool.
             labels: [N, B, ...] labels or distributions, as `TextModel.loss` takes them.
             masks: dropout masks in force; None is without dropout.
-            base: what the sentences not given here add to the update; None when all are given.
         """
-        if torch.is_grad_enabled() and base is None:
+        if torch.is_grad_enabled():
             value, self.compiled = distance_by_compiled_step(self, embeddings, mask, labels, masks)
             if value is not None:
                 return value
-        observed = [part.observed for part in self._parts] if base is None else list(base.observed)
-        return self._distances(self._factors_of(embeddings, mask, labels, masks, base), observed)
+        return self._distances(self._factors_of(embeddings, mask, labels, masks, None), self._targets)
 
     def structure(self) -> Hashable:
         """Return all that the operations depend on but the guess and `targets`."""
@@ -178,8 +181,7 @@ class Objective:
 
     def targets(self) -> list[Tensor]:
         """Return what the update is compared with, as flat tensors."""
-        every = [part.observed for part in self._parts]
-        return [t for o in every for t in (o.values, o.energy, *([] if o.offset is None else [o.offset]))]
+        return [t for o in self._targets for t in (o.values, o.energy, *([] if o.offset is None else [o.offset]))]
 
     def measured(
         self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, targets: list[Tensor]
@@ -200,19 +202,19 @@ class Objective:
             total = self._weighted(traced.losses, embeddings, mask, base)
             return self._factors(traced, total, len(embeddings), learning)
 
-    def _distances(self, factors: dict[str, _Factors], observed: Sequence[Observed], thin: int = 1) -> Tensor:
-        """Return the distances [N] of updates by their factors, or estimates from every so many-th row."""
+    def _distances(self, factors: _Made, observed: _Targets) -> Tensor:
+        """Return the distances [N] of updates by their factors."""
         some = next(iter(factors.values())).slope
         found = torch.zeros(len(some), device=some.device, dtype=some.dtype)
         for part, target in zip(self._parts, observed, strict=True):
             if not part.matrix:
                 found = found + of_whole(self._vectors(part, factors), target, self.distance)
-        products = self._products(factors, observed, thin)
+        products = self._products(factors, observed)
         if products:
-            found = found + of_products(products, self.distance, thin)
+            found = found + of_products(products, self.distance)
         return found * self.distance.share(self._count)
 
-    def _products(self, factors: dict[str, _Factors], observed: Sequence[Observed], thin: int) -> list[Product]:
+    def _products(self, factors: _Made, observed: _Targets, thin: int = 1) -> list[Product]:
         """Return the matrices' factors beside what they are compared with, or every so many-th row of both."""
         found = []
         for part, target in zip(self._parts, observed, strict=True):
@@ -229,9 +231,9 @@ class Objective:
         mask: Tensor,
         labels: Tensor,
         masks: Sequence[Masks | None],
-        base: Base | None,
+        beside: Beside,
         thin: int,
-        keep: int,
+        heats: Sequence[Heat],
     ) -> Tensor:
         """Return the distances [N] of the best candidates, infinite for the rest, from one pass through the model.
 
@@ -240,48 +242,71 @@ class Objective:
         all are ranked by entries, on a fourth of the share.
 
         Args:
-            embeddings: as in a call, like `mask`, `labels` and `base`.
+            embeddings: as in a call, like `mask` and `labels`.
             mask: [B, T] or [N, B, T].
             labels: [N, B, ...].
             masks: dropout masks; of several, the mean of the distances under each.
-            base: what the others add.
+            beside: what the sentences not given add, for so many candidates after one another; none when all are given.
             thin: every so many-th output of each matrix counts where candidates are ranked by inner products.
-            keep: how many are measured in full; four times as many come to the second ranking.
+            heats: of the two rankings, shared with candidates that come in other passes.
 
         Raises:
             ValueError: the update is no gradient that factors make (local steps are replayed).
         """
         if not self.additive:
             raise ValueError("what local steps change cannot be estimated from a share of it")
-        observed = [part.observed for part in self._parts] if base is None else list(base.observed)
+        base = beside[0][0] if beside else None
         made = [self._factors_of(embeddings, mask, labels, some, base) for some in masks]
+        left = torch.arange(len(embeddings), device=embeddings.device)
+        rough = self.distance.rough()
+
+        def by_inner_products(factors: _Made, observed: _Targets) -> Tensor:
+            assert rough is not None
+            return rank_of_products(self._products(factors, observed, thin), rough, thin)
+
+        def by_entries(factors: _Made, observed: _Targets, every: int = thin) -> Tensor:
+            return of_products(self._products(factors, observed, every), self.distance, every)
+
+        if any(part.matrix for part in self._parts):
+            first = partial(by_entries, every=4 * thin) if rough is None else by_inner_products
+            for heat, act in zip(heats, (first, by_entries), strict=True):
+                if len(left) > 0 and (heat.begun or len(left) > heat.most):
+                    left = left[heat.among(self._each(act, made, beside, left))]
         found = torch.full((len(embeddings),), torch.inf, device=embeddings.device, dtype=embeddings.dtype)
-        left = self._ranked([self._products(factors, observed, thin) for factors in made], thin, keep)
-        some = [factors if left is None else _only(factors, left) for factors in made]
-        found[slice(None) if left is None else left] = _mean([self._distances(f, observed) for f in some])
+        if len(left):
+            found[left] = self._each(self._distances, made, beside, left)
         return found
 
-    def _ranked(self, made: Sequence[Sequence[Product]], thin: int, keep: int) -> Tensor | None:
-        """Return the candidates that are nearest by their matrices; None where no matrix was seen.
+    @torch.no_grad()
+    def beside(
+        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Sequence[Masks | None], beside: Beside
+    ) -> Tensor:
+        """Return the distance of every candidate, [N]; see `best_of`."""
+        made = [self._factors_of(embeddings, mask, labels, some, beside[0][0]) for some in masks]
+        return self._each(self._distances, made, beside, torch.arange(len(embeddings), device=embeddings.device))
+
+    def _each(
+        self, act: Callable[[_Made, _Targets], Tensor], made: Sequence[_Made], beside: Beside, some: Tensor
+    ) -> Tensor:
+        """Return what a measure finds for some candidates, the mean over the ways they were made.
 
         Args:
-            made: by dropout masks, every so many-th row of each matrix.
-            thin: how many-th.
-            keep: how many to return.
+            act: the measure.
+            made: all candidates' factors, by dropout masks.
+            beside: as `best_of` has it.
+            some: indices in ascending order.
         """
-        if not made[0]:
-            return None
-        rough, left = self.distance.rough(), torch.arange(len(made[0][0].slope), device=made[0][0].slope.device)
-        if len(left) > 4 * keep:
-            if rough is not None:
-                first = [rank_of_products(products, rough, thin) for products in made]
-            else:
-                first = [of_products([p.only(left, 4) for p in products], self.distance, 4 * thin) for products in made]
-            left = _mean(first).argsort(stable=True)[: 4 * keep]
-        if len(left) > keep:
-            second = [of_products([p.only(left, 1) for p in products], self.distance, thin) for products in made]
-            left = left[_mean(second).argsort(stable=True)[:keep]]
-        return left
+        count = len(next(iter(made[0].values())).slope)
+        runs = beside or ((Base(self._targets, 0), count),)
+        found, start = [], 0
+        for base, length in runs:
+            here = some[(some >= start) & (some < start + length)]
+            whole = slice(start, start + length)  # a view, where all of a run are asked for
+            start += length
+            if len(here):
+                mine = [_only(f, whole if len(here) == length else here) for f in made]
+                found.append(_mean([act(f, base.observed) for f in mine]))
+        return torch.cat(found)
 
     @staticmethod
     def _at(place: _Place, factors: dict[str, _Factors]) -> _Factors:
@@ -405,11 +430,35 @@ class Objective:
             return model.traced(embeddings=vectors, mask=mask, labels=labels, watch=self.watched).taps
 
 
+class Heat:
+    """A ranking of candidates that come in turn: who goes on is among the best so far.
+
+    Args:
+        most: so many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._best: Tensor | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether any were ranked."""
+        return self._best is not None
+
+    def among(self, values: Tensor) -> Tensor:
+        """Return the indices, ascending, of the values [N] that are among the lowest so far."""
+        before = values[:0] if self._best is None else self._best
+        order = torch.cat([before, values]).argsort(stable=True)[: self.most]
+        self._best = torch.cat([before, values])[order]
+        return (order[order >= len(before)] - len(before)).sort().values
+
+
 def _mean(values: Sequence[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(list(values)).mean(0)
 
 
-def _only(factors: dict[str, _Factors], some: Tensor) -> dict[str, _Factors]:
+def _only(factors: _Made, some: Tensor | slice) -> _Made:
     """Return the factors of some candidates."""
     return {name: f.only(some) for name, f in factors.items()}
 
@@ -425,6 +474,10 @@ class Base:
 
     observed: tuple[Observed, ...]
     size: int
+
+
+Beside = Sequence[tuple[Base, int]]
+"""What the sentences that are not given add, and to how many candidates after one another."""
 
 
 def _oriented(view: View, how: str, observed: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from gradaudit.leakage.compiled import asked
 from gradaudit.leakage.distances import Distance
 from gradaudit.leakage.factored import of_whole
 from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Base, Objective
+from gradaudit.leakage.matching import Objective
 from gradaudit.types import Observation
 
 
@@ -68,7 +68,7 @@ class Replay(Objective):
         shared = {view.parameter for view in seen.views.values()}
         trained = shared if seen.selection == "all" else set(every)
         self._trained = sorted(trained - set(self.model.group("word")))
-        self._targets = {name: self._target(self._observed[name].reshape(1, -1)) for name in self._matched}
+        self._whole = {name: self._target(self._observed[name].reshape(1, -1)) for name in self._matched}
 
     def __call__(
         self,
@@ -76,19 +76,18 @@ class Replay(Objective):
         mask: Tensor,
         labels: Tensor,
         masks: Masks | None = None,
-        base: Base | None = None,
     ) -> Tensor:
-        if masks is not None or base is not None:
-            raise NotSupportedError("local steps are replayed without dropout, and a batch as a whole")
+        if masks is not None:
+            raise NotSupportedError("local steps are replayed without dropout")
         learning = torch.is_grad_enabled()
         found = []
         for n, vectors in enumerate(embeddings):
             change = self._change(vectors, mask if mask.dim() == 2 else mask[n], labels[n], learning)
             total = torch.zeros(1, device=vectors.device, dtype=vectors.dtype)
-            for name, target in self._targets.items():
+            for name, target in self._whole.items():
                 view = self._views[name]
                 total = total + of_whole(view(change[view.parameter]).reshape(1, 1, -1), target, self.distance)
-            found.append(total * self.distance.share(len(self._targets)))
+            found.append(total * self.distance.share(len(self._whole)))
         return torch.cat(found)
 
     @property
