@@ -154,7 +154,7 @@ def test_a_ranking_measures_the_best_in_full_and_no_other(load, distance, togeth
         others = (model.word_vectors()[batch.ids[rest]], batch.mask[rest], batch.labels[rest])
         base = of.objective.base(*others, of.masks[0].only(rest), 2)
         of.masks = of.masks[:1]  # the others' part is known under one
-        given = {"row": 0, "beside": [(base, 40)]}
+        given = {"row": 0, "beside": [(base, torch.arange(40))]}
         whole = of.measure(some[:, rows], **given)
     of.evaluations = 0
     found = of.measure(some[:, rows], keep=2, **given)
@@ -191,7 +191,7 @@ def test_guesses_beside_different_others_are_measured_together(load, together, k
     for count in counts:
         some[start : start + count, 1] += torch.randn(some[0, 1].shape, generator=rng, dtype=table.dtype)
         one = (some[start, rest], batch.mask[rest], batch.labels[rest])
-        beside.append((of.objective.base(*one, of.masks[0].only(rest), 2), count))
+        beside.append((of.objective.base(*one, of.masks[0].only(rest), 2), torch.arange(start, start + count)))
         start += count
     whole = of.measure(some)
     found = of.measure(some[:, :1], row=0, beside=beside, keep=keep)
@@ -202,6 +202,26 @@ def test_guesses_beside_different_others_are_measured_together(load, together, k
         return
     assert keep <= int(measured.sum()) < sum(counts)
     assert int(whole.argmin()) in torch.where(measured)[0].tolist()
+
+
+@pytest.mark.parametrize("together", [0, 3])
+def test_one_sentence_beside_several_others_takes_one_pass(load, together):
+    """The oracle measures whole batches; indices may repeat, be scattered, and fall into different passes."""
+    model, batch, seen, of = scene(lambda *how, **more: doubled(load(*how, **more)), sizes=(4, 5), screen=1)
+    of.objective, of.together, of.masks = Objective(seen, L2()), together, (None,)
+    table, rng, rest = model.word_vectors(), torch.Generator().manual_seed(1), torch.tensor([1])
+    firsts = table[batch.ids[0]] + 0.05 * torch.randn((5, *batch.ids[0].shape, model.width), generator=rng).to(table)
+    others = table[batch.ids[1]] + 0.05 * torch.randn((2, *batch.ids[1].shape, model.width), generator=rng).to(table)
+    which = (torch.tensor([0, 1, 2, 3, 4]), torch.tensor([4, 0, 2]))
+    beside, pairs = [], []
+    for other, some in zip(others, which, strict=True):
+        beside.append((of.objective.base(other[None], batch.mask[rest], batch.labels[rest], None, 2), some))
+        pairs += [torch.stack([firsts[n], other]) for n in some]
+    whole = of.measure(torch.stack(pairs))
+    of.evaluations = 0
+    found = of.measure(firsts[:, None], row=0, beside=beside)
+    torch.testing.assert_close(found, whole)
+    assert of.evaluations == 8
 
 
 def test_what_is_left_out_of_the_last_block_changes_no_gradient(load):

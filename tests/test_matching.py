@@ -197,7 +197,9 @@ def test_one_sentence_anew_on_the_others_base_equals_the_whole_batch(load, famil
             rest, changed = torch.tensor([0, 2]), torch.tensor([1])
             parts = (None, None) if masks is None else (masks.only(rest), masks.only(changed))
             base = objective.base(vectors[0, rest], mask[rest], labels[0, rest], parts[0], size)
-            anew = objective.beside(mixed[:, changed], mask[changed], labels[:, changed], [parts[1]], [(base, 1)])
+            anew = objective.beside(
+                mixed[:, changed], mask[changed], labels[:, changed], [parts[1]], [(base, torch.tensor([0]))]
+            )
         torch.testing.assert_close(anew, whole, rtol=1e-4, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import Defense, ExampleDefense, UpdateDefense
+from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, RoleDefense, UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.example_gradients import ExampleGradients
 from gradaudit.models.transformers import TransformersModel
@@ -29,8 +29,8 @@ class Client:
         training: one gradient (the default), or local steps.
         dropout: train with dropout on, at the rates the model is configured with.
         freeze: selection expressions of what is not trained ("embeddings", "0-2:q,k,v", ...).
-        defenses: what acts on the examples' gradients (at most one, the first) and on the update before it leaves, in
-            order.
+        defenses: what acts on the text (first), on the examples' gradients (at most one, before the rest) and on the
+            update before it leaves, in order.
         dropout_rate: rate at every place that drops out, in place of the configured ones; None keeps those.
         padding: side on which a batch's shorter sentences are filled up; on the left their positions start later.
         clients: how many share the batch in equal parts, each with training and defenses of its own; the server sees
@@ -61,12 +61,17 @@ class Client:
                 'padding = "left" moves all positions with the longest sentence, so clipping each sentence\'s gradient '
                 "bounds nobody's part; pad on the right"
             )
-        late = [d.name for d in self.defenses[1:] if isinstance(d, ExampleDefense)]
+        late = [d.name for d in self._after_batch()[1:] if isinstance(d, ExampleDefense)]
         if late:
             raise BadInputError(f"defense '{late[0]}' acts before there is an update: name it once, and first")
+        if self._after_batch() != self.defenses[len(self.defenses) - len(self._after_batch()) :]:
+            raise BadInputError("a defense that changes the text acts before all others: name it first")
+
+    def _after_batch(self) -> tuple[Defense, ...]:
+        return tuple(d for d in self.defenses if not isinstance(d, BatchDefense))
 
     def frozen(self) -> tuple[str, ...]:
-        """Return the names of the frozen parameters.
+        """Return the names of the parameters that `freeze` and the defenses freeze.
 
         Raises:
             BadInputError: an expression that covers a parameter only in part (GPT-2's q alone is a third of one).
@@ -80,7 +85,8 @@ class Client:
         for name, covered in seen.items():
             if covered < self.model.parameters()[name].numel():
                 raise BadInputError(f"freeze: '{name}' holds more than the roles named; freeze all of its roles")
-        return tuple(seen)
+        more = (n for d in self.defenses if isinstance(d, RoleDefense) for n in d.frozen(self.model))
+        return tuple(dict.fromkeys((*seen, *more)))
 
     def update(self, batch: Batch, rng: torch.Generator, expected: float | None = None) -> Update:
         """Train on the batch and return what leaves the client.
@@ -166,6 +172,9 @@ class Client:
     def _alone(
         self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
+        for place, defense in enumerate(self.defenses):
+            if isinstance(defense, BatchDefense):
+                batch = defense.on_batch(self.model, batch, stream(seed, "defense", place))
         if self.training.optimizer == "none":
             tensors = self._gradient(batch, trained, seed, expected)
         else:
@@ -173,6 +182,8 @@ class Client:
         for place, defense in enumerate(self.defenses):
             if isinstance(defense, UpdateDefense):
                 tensors = defense.on_update(tensors, stream(seed, "defense", place))
+            elif isinstance(defense, RoleDefense):
+                tensors = defense.on_roles(self.model, tensors, stream(seed, "defense", place))
         return tensors
 
     def observe(self, batch: Batch, selection: Selection, given: Given, rng: torch.Generator) -> Observation:
@@ -251,8 +262,7 @@ class Client:
         return {n: (p - trained[n]).detach() for n, p in local.items()}
 
     def _guard(self) -> ExampleDefense | None:
-        first = self.defenses[0] if self.defenses else None
-        return first if isinstance(first, ExampleDefense) else None
+        return next((d for d in self.defenses if isinstance(d, ExampleDefense)), None)
 
     def _guarded(
         self,

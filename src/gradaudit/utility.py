@@ -116,8 +116,10 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
     train, test = _split(case, how, rows)
     size = case.data.batch_size
     several = max(1, -(-how.batch_size // size))
-    guard, *rest = case.build_defenses() or (None,)
-    sampled = isinstance(guard, ExampleDefense) and guard.sampled
+    defenses = case.build_defenses()
+    guard = next((d for d in defenses if isinstance(d, ExampleDefense)), None)
+    rest = len(defenses) > 1
+    sampled = guard is not None and guard.sampled
     if sampled and (rest or case.client.clients > 1 or case.client.optimizer != "none"):
         raise NotSupportedError(
             "utility of examples drawn by chance is measured for one gradient and no other defense; poisson = false"
@@ -131,7 +133,7 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
     tuned = copy.deepcopy(model)
     before = _scores(tuned, rows, test)["accuracy"]
     client = client_of(case, tuned)
-    if sampled and isinstance(guard, ExampleDefense):
+    if sampled and guard is not None:
         # noise of several clients, each with its own draw, has the law of one client's: then draws need no equal parts
         client = replace(client, defenses=(guard.of_several(several),), clients=1)
     else:
@@ -201,7 +203,7 @@ def _draws(case: Case, how: UtilityTable, train: list[int], size: int, sampled: 
 
 def _epsilon(case: Case, how: UtilityTable, size: int, rows: int, delta: float) -> float | None:
     """Return epsilon of a training row against a server that sees each client's update by itself."""
-    guard = next(iter(case.build_defenses()), None)
+    guard = next((d for d in case.build_defenses() if isinstance(d, ExampleDefense)), None)
     said: dict[str, Any] = describe(guard) if guard is not None else {}
     if said.get("name") != "dp-sgd" or said["noise_multiplier"] == 0 or case.client.optimizer != "none":
         return None

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
+from gradaudit.models.base import TextModel
+from gradaudit.types import Batch
 
 
 class Defense(ABC):
@@ -45,6 +47,36 @@ class UpdateDefense(Defense):
 
         Args:
             tensors: the update by parameter name.
+            rng: the defense's own random stream (on the CPU).
+        """
+
+
+class RoleDefense(Defense):
+    """A defense that treats matrices by their roles: some are not trained, others changed before they leave."""
+
+    acts_on: ClassVar[str] = "model and update"
+
+    @abstractmethod
+    def frozen(self, model: TextModel) -> tuple[str, ...]:
+        """Return the names of the parameters that are neither trained nor sent."""
+
+    @abstractmethod
+    def on_roles(self, model: TextModel, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        """Return the defended tensors; as `UpdateDefense.on_update`, with the model that tells their roles."""
+
+
+class BatchDefense(Defense):
+    """A defense on the private batch, before anything is computed from it."""
+
+    acts_on: ClassVar[str] = "batch"
+
+    @abstractmethod
+    def on_batch(self, model: TextModel, batch: Batch, rng: torch.Generator) -> Batch:
+        """Return the batch that is trained on: as many sentences of the same lengths and labels.
+
+        Args:
+            model: the global model.
+            batch: the private batch, which is left as it was.
             rng: the defense's own random stream (on the CPU).
         """
 

@@ -228,13 +228,25 @@ class BeamSearch:
         groups: dict[bytes, list[int]] = {}
         for n, one in enumerate(ids):
             groups.setdefault(_others(one, row), []).append(n)
-        order = [n for members in groups.values() for n in members]
-        some = torch.stack([ids[n] for n in order])
+        # guesses that share the sentence and differ in the others take one pass through the model
+        sentences: dict[bytes, int] = {}
+        first: list[Tensor] = []
+        beside = []
+        for others, members in groups.items():
+            which = []
+            for n in members:
+                key = ids[n][row].cpu().numpy().tobytes()
+                if key not in sentences:
+                    sentences[key] = len(first)
+                    first.append(ids[n])
+                which.append(sentences[key])
+            beside.append((bases[others], torch.tensor(which, device=self._table.device)))
+        some = torch.stack(first)
         mask = self._of.lengths_of(some, self._pad)[:, row : row + 1]
         longest = int(mask.sum(-1).max())  # the batch's padding behind this sentence is no part of it
         mask, some = mask[..., :longest], some[..., :longest]
-        beside = [(bases[others], len(members)) for others, members in groups.items()]
         found = self._of.measure(self._table[some[:, row : row + 1]], mask, row, beside, 2 * width)
+        order = [n for members in groups.values() for n in members]
         values = dict(zip(order, found.tolist(), strict=True))
         return [values[n] for n in range(len(ids))]
 

@@ -47,37 +47,38 @@ class Candidates:
         beside: Beside = (),
         keep: int = 0,
     ) -> Tensor:
-        """Return the distance of each guess, [N].
+        """Return the distance of each guess, [N], or of each pair of a sentence and what it stands beside.
 
         Args:
             vectors: [N, B, T, d], or [N, 1, T, d] with `row` and `beside`.
             mask: [N, B, T] where guesses differ in length; the frame's when None.
             row: the one sentence that the guesses are about; None for the whole batch.
-            beside: with `row`, what the others add to so many guesses after one another.
+            beside: with `row`, what the others add, and to which of the sentences.
             keep: only the best so many are asked for, found by a ranking (`screen`); others may come out infinite.
                 0 for all.
         """
         pick = slice(None) if row is None else torch.tensor([row], device=vectors.device)
         labels = self.labels[pick]
-        narrow = keep > 0 and self.screen > 1 and len(vectors) > 4 * keep
+        pairs = sum(len(which) for _, which in beside) if beside else len(vectors)
+        narrow = keep > 0 and self.screen > 1 and pairs > 4 * keep
         heats = (Heat(4 * keep), Heat(keep))
         size = self.together or self._fitting(vectors)
-        found = []
+        found = torch.full((pairs,), torch.inf, device=vectors.device, dtype=vectors.dtype)
         for at in range(0, len(vectors), size):
             part = vectors[at : at + size]
             shown = self.frame.mask[pick] if mask is None else mask[at : at + size]
             targets = labels.expand(len(part), *labels.shape)
             under = [masks.only(pick) if masks is not None else None for masks in self.masks]
-            others = _within(beside, at, len(part))
+            others, places = _within(beside, at, len(part)) if beside else ((), slice(at, at + size))
             if narrow:
-                found.append(self.objective.best_of(part, shown, targets, under, others, self.screen, heats))
+                found[places] = self.objective.best_of(part, shown, targets, under, others, self.screen, heats)
             elif others:
-                found.append(self.objective.beside(part, shown, targets, under, others))
+                found[places] = self.objective.beside(part, shown, targets, under, others)
             else:
                 each = [self.objective(part, shown, targets, masks) for masks in under]
-                found.append(torch.stack(each).mean(0))
-        self.evaluations += len(vectors) * len(self.masks)
-        return torch.cat(found)
+                found[places] = torch.stack(each).mean(0)
+        self.evaluations += pairs * len(self.masks)
+        return found
 
     def best(self, vectors: Tensor, keep: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the indices and distances of the best guesses, best first.
@@ -104,15 +105,17 @@ class Candidates:
         return max(1, most // rows)
 
 
-def _within(beside: Beside, start: int, count: int) -> Beside:
-    """Return what belongs to so many guesses from a place on."""
-    found: list[tuple[Base, int]] = []
-    for base, length in beside:
-        inside = min(start + count, length) - max(start, 0)
-        if inside > 0:
-            found.append((base, inside))
-        start -= length
-    return found
+def _within(beside: Beside, start: int, count: int) -> tuple[Beside, Tensor]:
+    """Return the pairs of so many sentences from a place on, counted from there, and which pairs of all they are."""
+    found: list[tuple[Base, Tensor]] = []
+    places, before = [], 0
+    for base, which in beside:
+        inside = (which >= start) & (which < start + count)
+        if bool(inside.any()):
+            found.append((base, which[inside] - start))
+            places.append(before + torch.where(inside)[0])
+        before += len(which)
+    return found, torch.cat(places)
 
 
 def permutations(still: Tensor, count: int, rng: torch.Generator) -> Tensor:

@@ -246,7 +246,8 @@ class Objective:
             mask: [B, T] or [N, B, T].
             labels: [N, B, ...].
             masks: dropout masks; of several, the mean of the distances under each.
-            beside: what the sentences not given add, for so many candidates after one another; none when all are given.
+            beside: what the sentences not given add, and beside which of the candidates; none when all are given. There
+                are then as many distances as pairs.
             thin: every so many-th output of each matrix counts where candidates are ranked by inner products.
             heats: of the two rankings, shared with candidates that come in other passes.
 
@@ -257,7 +258,8 @@ class Objective:
             raise ValueError("what local steps change cannot be estimated from a share of it")
         base = beside[0][0] if beside else None
         made = [self._factors_of(embeddings, mask, labels, some, base) for some in masks]
-        left = torch.arange(len(embeddings), device=embeddings.device)
+        pairs = sum(len(which) for _, which in beside) if beside else len(embeddings)
+        left = torch.arange(pairs, device=embeddings.device)
         rough = self.distance.rough()
 
         def by_inner_products(factors: _Made, observed: _Targets) -> Tensor:
@@ -272,7 +274,7 @@ class Objective:
             for heat, act in zip(heats, (first, by_entries), strict=True):
                 if len(left) > 0 and (heat.begun or len(left) > heat.most):
                     left = left[heat.among(self._each(act, made, beside, left))]
-        found = torch.full((len(embeddings),), torch.inf, device=embeddings.device, dtype=embeddings.dtype)
+        found = torch.full((pairs,), torch.inf, device=embeddings.device, dtype=embeddings.dtype)
         if len(left):
             found[left] = self._each(self._distances, made, beside, left)
         return found
@@ -281,9 +283,10 @@ class Objective:
     def beside(
         self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Sequence[Masks | None], beside: Beside
     ) -> Tensor:
-        """Return the distance of every candidate, [N]; see `best_of`."""
+        """Return the distance of every pair, [N]; see `best_of`."""
         made = [self._factors_of(embeddings, mask, labels, some, beside[0][0]) for some in masks]
-        return self._each(self._distances, made, beside, torch.arange(len(embeddings), device=embeddings.device))
+        pairs = sum(len(which) for _, which in beside)
+        return self._each(self._distances, made, beside, torch.arange(pairs, device=embeddings.device))
 
     def _each(
         self, act: Callable[[_Made, _Targets], Tensor], made: Sequence[_Made], beside: Beside, some: Tensor
@@ -294,17 +297,16 @@ class Objective:
             act: the measure.
             made: all candidates' factors, by dropout masks.
             beside: as `best_of` has it.
-            some: indices in ascending order.
+            some: indices of pairs, in ascending order.
         """
         count = len(next(iter(made[0].values())).slope)
-        runs = beside or ((Base(self._targets, 0), count),)
+        runs = beside or ((Base(self._targets, 0), torch.arange(count, device=some.device)),)
         found, start = [], 0
-        for base, length in runs:
-            here = some[(some >= start) & (some < start + length)]
-            whole = slice(start, start + length)  # a view, where all of a run are asked for
-            start += length
+        for base, which in runs:
+            here = which[some[(some >= start) & (some < start + len(which))] - start]
+            start += len(which)
             if len(here):
-                mine = [_only(f, whole if len(here) == length else here) for f in made]
+                mine = [_only(f, _as_slice(here)) for f in made]
                 found.append(_mean([act(f, base.observed) for f in mine]))
         return torch.cat(found)
 
@@ -458,6 +460,13 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(list(values)).mean(0)
 
 
+def _as_slice(indices: Tensor) -> Tensor | slice:
+    """Return indices that follow one another as a slice: what it takes is a view, and nothing is copied."""
+    first, last = int(indices[0]), int(indices[-1])
+    in_order = last - first == len(indices) - 1 and bool((indices[1:] > indices[:-1]).all())
+    return slice(first, last + 1) if in_order else indices
+
+
 def _only(factors: _Made, some: Tensor | slice) -> _Made:
     """Return the factors of some candidates."""
     return {name: f.only(some) for name, f in factors.items()}
@@ -476,8 +485,8 @@ class Base:
     size: int
 
 
-Beside = Sequence[tuple[Base, int]]
-"""What the sentences that are not given add, and to how many candidates after one another."""
+Beside = Sequence[tuple[Base, Tensor]]
+"""What the sentences that are not given add, and the indices of the candidates that it is added to."""
 
 
 def _oriented(view: View, how: str, observed: Tensor) -> Tensor:

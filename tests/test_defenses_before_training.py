@@ -1,0 +1,163 @@
+"""Defenses that act before there is an update: on the text, and on what is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradaudit.client import Client
+from gradaudit.defenses.aegis import Aegis
+from gradaudit.defenses.base import BatchDefense, RoleDefense
+from gradaudit.defenses.dpsgd import DPSGD
+from gradaudit.defenses.noise import Gaussian
+from gradaudit.defenses.obfuscation import TokenObfuscation, _related
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.registry import build, known
+from gradaudit.streams import stream
+from gradaudit.types import LocalTraining
+from tiny_models import FAMILIES, batch_of, seen_of, sentences
+
+
+def test_every_defense_acts_where_the_contract_tests_look():
+    acts = {d.acts_on for d in known("defense").values()}
+    assert acts == {"batch", "example gradients", "model and update", "update"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_stand_ins_keep_shape_labels_and_special_tokens(load, family):
+    model = load(family)
+    batch = batch_of(model, sentences((4, 6), 1), [0, 1])
+    before = batch.ids.clone()
+    out = TokenObfuscation(alike=1.0).on_batch(model, batch, stream(0, "x"))
+    assert torch.equal(batch.ids, before), "wrote into its input"
+    assert torch.equal(out.mask, batch.mask)
+    assert torch.equal(out.labels, batch.labels)
+    special = torch.isin(batch.ids, torch.tensor(sorted(model.special.ids))) | ~batch.mask
+    assert torch.equal(out.ids[special], batch.ids[special])
+    changed = (out.ids != batch.ids)[~special]
+    assert bool(changed.any())
+    for one, other in zip(batch.ids[~special][changed].tolist(), out.ids[~special][changed].tolist(), strict=True):
+        assert not _related(model.pieces([one]), model.pieces([other]))
+    again = TokenObfuscation(alike=1.0).on_batch(model, batch, stream(0, "x"))
+    assert torch.equal(again.ids, out.ids)
+
+
+def test_the_stand_in_is_the_one_that_changes_the_output_least(load):
+    """The oracle tries every stand-in of a sentence's only word."""
+    model = load("bert", seed=2)
+    batch = batch_of(model, sentences((1,), 3))
+    how = TokenObfuscation(candidates=5, alike=1.0)
+    out = how.on_batch(model, batch, stream(0, "x"))
+    slot = len(model.special.prefix)
+    choices = how._stand_ins(model, int(batch.ids[0, slot]))
+    assert len(choices) == 5
+    plain, away = model.logits(ids=batch.ids, mask=batch.mask), {}
+    for word in choices:
+        ids = batch.ids.clone()
+        ids[0, slot] = word
+        away[word] = float((model.logits(ids=ids, mask=batch.mask) - plain).square().sum())
+    assert int(out.ids[0, slot]) == min(away, key=away.get)  # type: ignore[arg-type]
+
+
+def test_a_stand_in_is_no_synonym_and_no_form_of_the_word(load):
+    model = load("bert")
+    table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
+    like = table @ table[40]
+    limit = float(like.sort(descending=True).values[6])
+    found = TokenObfuscation(alike=limit)._stand_ins(model, 40)
+    assert found
+    assert all(float(like[word]) <= limit + 1e-6 for word in found)
+    assert _related(["walks"], ["##walk"])
+    assert _related(["Ġwalked"], ["walker"])
+    assert not _related(["dog"], ["walked"])
+
+
+def test_a_share_of_the_words_is_replaced(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((14,) * 8, 1))
+    whole = (TokenObfuscation(alike=1.0).on_batch(model, batch, stream(0, "x")).ids != batch.ids).sum()
+    half = (TokenObfuscation(alike=1.0, share=0.5).on_batch(model, batch, stream(0, "x")).ids != batch.ids).sum()
+    assert 0.3 * float(whole) < float(half) < 0.7 * float(whole)
+
+
+def test_an_exact_attack_reads_the_stand_ins(load):
+    """What is sent is the stand-ins' update: it is read exactly, and is not the text."""
+    model = load("gpt2")
+    batch = batch_of(model, sentences((5,), 4))
+    how = TokenObfuscation(alike=1.0)
+    client = Client(model, defenses=(how,))
+    found = build("attack", "dager", {})(seen_of(client, batch), stream(0, "attack")).sequences
+    assert len(found) == 1
+    assert found[0] != tuple(batch.sequences()[0])
+    plain = build("attack", "dager", {})(seen_of(Client(model), batch), stream(0, "attack")).sequences
+    assert plain == (tuple(batch.sequences()[0]),)
+    assert client.update(batch, stream(0, "client")).defenses[0]["name"] == "token-obfuscation"
+
+
+def test_it_acts_before_all_others_and_composes(load):
+    model = load("bert")
+    with pytest.raises(BadInputError, match="changes the text acts before all others"):
+        Client(model, defenses=(Gaussian(0.1), TokenObfuscation()))
+    batch = batch_of(model, sentences((4, 6), 1))
+    both = Client(model, defenses=(TokenObfuscation(alike=1.0), DPSGD(0.5, 0.0)))
+    alone = Client(model, defenses=(DPSGD(0.5, 0.0),))
+    one, other = (c.update(batch, stream(0, "client")) for c in (both, alone))
+    assert [d["name"] for d in one.defenses] == ["token-obfuscation", "dp-sgd"]
+    assert any(not torch.equal(one.tensors[n], other.tensors[n]) for n in one.tensors)
+    norm = torch.cat([t.flatten() for t in one.tensors.values()]).norm()
+    assert float(norm) <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("training", [LocalTraining(), LocalTraining("sgd", 0.1)], ids=["gradient", "delta"])
+def test_aegis_sends_no_attention_and_blurs_the_other_places(load, family, training):
+    model = load(family)
+    batch = batch_of(model, sentences((4, 6), 1))
+    plain = Client(model, training).update(batch, stream(0, "client")).tensors
+    update = Client(model, training, defenses=(Aegis(),)).update(batch, stream(0, "client"))
+    silent = {v.parameter for layer in range(model.depth) for role in "qkv" for v in model.views(layer, role)}
+    assert silent <= set(update.frozen)
+    assert set(update.tensors) == set(plain) - silent
+    up = {v.parameter for layer in range(model.depth) for v in model.views(layer, "f")}
+    words = set(model.group("word"))
+    for name, value in update.tensors.items():
+        assert (value.shape, value.dtype) == (plain[name].shape, plain[name].dtype)
+        if name in words:
+            assert bool((plain[name].norm(dim=1) == 0).any())
+            assert bool((value.norm(dim=1) > 0).all()), "a row of zeros would tell that the word is not there"
+        elif name in up and training.optimizer == "none":
+            unit = plain[name].double().square().mean().sqrt()
+            noise = (value - plain[name]).double() / unit
+            assert 0.9 < float(noise.std()) < 1.1
+        elif training.optimizer == "none":
+            torch.testing.assert_close(value, plain[name])
+    with pytest.raises(NotSupportedError, match="query, key or value"):
+        build("attack", "dager", {})(seen_of(Client(model, training, defenses=(Aegis(),)), batch), stream(0, "attack"))
+
+
+def test_aegis_is_seeded_and_leaves_its_input(load):
+    model = load("gpt2")
+    batch = batch_of(model, sentences((4,), 1))
+    plain = Client(model).update(batch, stream(0, "client")).tensors
+    before = {n: t.clone() for n, t in plain.items()}
+    one, again, other = (Aegis().on_roles(model, plain, stream(n, "x")) for n in (0, 0, 1))
+    assert all(torch.equal(plain[n], before[n]) for n in plain)
+    assert all(torch.equal(one[n], again[n]) for n in plain)
+    assert any(not torch.equal(one[n], other[n]) for n in plain)
+    assert isinstance(Aegis(), RoleDefense)
+    assert isinstance(TokenObfuscation(), BatchDefense)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "field"),
+    [
+        ("token-obfuscation", {"candidates": 0}, "candidates"),
+        ("token-obfuscation", {"alike": 0.0}, "alike"),
+        ("token-obfuscation", {"share": 1.5}, "share"),
+        ("aegis", {"norm_noise": 0.0}, "norm_noise"),
+        ("aegis", {"matrix_noise": float("inf")}, "matrix_noise"),
+    ],
+)
+def test_parameters_outside_their_range_are_refused(name, values, field):
+    with pytest.raises(BadInputError, match=f"defense '{name}': {field}"):
+        build("defense", name, values)
