@@ -1,12 +1,13 @@
 """DAGER, all that its paper reports and what lies past it; a table a group in benchmarks/results/dager/.
 
     python benchmarks/rotten_tomatoes.py ../shared/data/rotten_tomatoes out/data/rotten_tomatoes.tsv
-    OMP_NUM_THREADS=1 python benchmarks/dager.py exact past encoders lora precision fedavg variants
+    OMP_NUM_THREADS=1 python benchmarks/dager.py exact past curve encoders lora precision fedavg variants
 
-Groups: exact (decoders below the width), past (and beyond it), encoders (the paper's search), lora (adapters of
-SmolLM2, trained a few steps), precision (half precision, integers, Gaussian noise), fedavg (the paper's grid and
-beyond; four blocks, random weights), variants (other losses, ReLU, padding on the left, texts of 500 tokens). Records
-go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+Groups: exact (decoders below the width), past (and beyond it), curve (half to four times a small width), encoders (the
+paper's search), lora (adapters of SmolLM2, trained a few steps), precision (half precision, integers, Gaussian noise),
+fedavg (the paper's grid and beyond; four blocks, random weights), variants (other losses, ReLU, padding on the left,
+texts of 500 tokens). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures
+count 0.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Cell:
 
 
 LONG, RELU = Path("out/data/rotten_tomatoes_long.tsv"), Path("out/data/gpt2-relu")
+NARROW, WIDTH = Path("out/data/gpt2-narrow"), 192
 MADE: dict[str, dict[str, Any]] = {"rt, 500 tokens": {"path": str(LONG), "header": False, "text": 1, "label": 0}}
 
 
@@ -106,6 +108,15 @@ def make() -> None:
     model.module.config.activation_function = "relu"
     model.module.config.save_pretrained(RELU)
     model.tokenizer.save_pretrained(RELU)
+
+
+def make_narrow() -> None:
+    """Write what curve needs: GPT-2's shape at a quarter of its width, where four times the width are 76 sentences."""
+    model = load_model(ModelSpec("random:gpt2", layers=1))
+    config = model.module.config
+    config.n_embd, config.n_head = WIDTH, WIDTH // 64
+    config.save_pretrained(NARROW)
+    model.tokenizer.save_pretrained(NARROW)
 
 
 SHORT = PLAIN | {"max_candidates": 1_000_000}
@@ -144,6 +155,14 @@ def past() -> list[Cell]:
     # 2, 3 and 4 d of short sentences
     far = [Cell("", "random:gpt2", "cola", size, 2, layers=4, seed=404) for size in (152, 228, 304)]
     return cells + far + [replace(cell, title="embedding rows", attack=rows) for cell in far[1:]]
+
+
+def curve() -> list[Cell]:
+    """From half the width to four times the width, without and with the word embedding's rows."""
+    make_narrow()
+    model, sizes = f"random:{NARROW}", (10, 19, 28, 38, 47, 57, 76)
+    cells = [Cell("", model, "cola", size, 2, layers=4, seed=404) for size in sizes]
+    return cells + [replace(cell, title="embedding rows", attack={"name": "dager"}) for cell in cells[3:]]
 
 
 LONG_ROWS = (("sst2", 4), ("rt", 2), ("rt", 4))
@@ -214,8 +233,8 @@ def variants() -> list[Cell]:
 
 
 GROUPS = {
-    "exact": exact, "past": past, "encoders": encoders, "lora": lora, "precision": precision, "fedavg": fedavg,
-    "variants": variants,
+    "exact": exact, "past": past, "curve": curve, "encoders": encoders, "lora": lora, "precision": precision,
+    "fedavg": fedavg, "variants": variants,
 }  # fmt: skip
 HEADER = (
     "| update | model | data | B | batches | load b/d | R-1 | R-2 | R-L | exact % | whole batches | blind R-L "
@@ -282,7 +301,7 @@ def main() -> None:
                 "scoring; the attacker has the weights, and knows batch size and training, not labels or lengths; the "
                 "word embedding's gradient is shared, and not read but in rows that say so (the paper does not); "
                 f"failures count 0. Draw {cell.seed}: thresholds were developed on 101, what reads under noise on 303"
-                f"{', what reads past the width on 202' if group == 'past' else ''}. "
+                f"{', what reads past the width on 202' if group in ('past', 'curve') else ''}. "
                 "Published: DAGER's own, trained GPT-2 (LoRA: Llama-3.1-8B, encoders: BERT-base), another draw."
             )
             write_table(given.write / f"{group}.md", head, "\n".join([HEADER, *lines]))

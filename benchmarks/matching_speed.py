@@ -152,7 +152,7 @@ def steps(scene: Scene) -> list[str]:
 PARTS: dict[str, tuple[Callable[[Scene], list[str]], str]] = {
     "candidates": (
         candidates,
-        "| B | way | candidates | ms a candidate, median of 3 (c: once) | times (a) | distance found, against the line before |",
+        "| B | way | candidates | ms each, median of 3; c once | times (a) | distance found, against the line before |",
     ),
     "steps": (steps, "| B | tokens | distance | masks | ms a step | compiled | was it |"),
 }
