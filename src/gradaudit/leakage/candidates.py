@@ -60,7 +60,7 @@ class Candidates:
         pick = slice(None) if row is None else torch.tensor([row], device=vectors.device)
         labels = self.labels[pick]
         pairs = sum(len(which) for _, which in beside) if beside else len(vectors)
-        narrow = keep > 0 and self.screen > 1 and pairs > 4 * keep
+        narrow = keep > 0 and self.screen > 1 and pairs > keep
         heats = (Heat(4 * keep), Heat(keep))
         size = self.together or self._fitting(vectors)
         found = torch.full((pairs,), torch.inf, device=vectors.device, dtype=vectors.dtype)
