@@ -7,8 +7,12 @@ import itertools
 import pytest
 import torch
 
-from gradaudit.errors import NotSupportedError
+from gradaudit.client import Client
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.products import Products
+from gradaudit.registry import build
+from gradaudit.streams import stream
+from tiny_models import batch_of, seen_of, sentences
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "mpnet"])
@@ -31,3 +35,18 @@ def test_a_decoder_has_no_row_that_is_finished_alone(load):
     model = load("gpt2")
     with pytest.raises(NotSupportedError, match="encoder"):
         model.after_attention(0, torch.zeros(1, model.width), torch.zeros(1, model.width))
+
+
+def test_a_token_that_two_sentences_share_at_a_position_is_found_in_both(load):
+    """The paper removes a found sentence's tokens, and with it the other's: its set holds the token once."""
+    model = load("bert", seed=1)
+    short, middle, long = (text.split() for text in sentences((4, 5, 6), 2))
+    long[1] = short[1]
+    batch = batch_of(model, [" ".join(text) for text in (short, middle, long)])
+    seen = seen_of(Client(model), batch)
+    truth = {tuple(one) for one in batch.sequences()}
+    for how, count in (("spare", 3), ("never", 3), ("always", 2)):
+        found = build("attack", "dager", {"remove_used": how})(seen, stream(0, "attack"))
+        assert len(truth & set(found.sequences)) == count, how
+    with pytest.raises(BadInputError, match="remove_used"):
+        build("attack", "dager", {"remove_used": "sometimes"})

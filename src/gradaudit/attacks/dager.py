@@ -42,7 +42,8 @@ class Dager(Attack):
     shortest sentence first. Exact while dropout is off and tokens stay below the width; encoder batches grow
     combinatorially. With a next-token loss the last token of a sentence has no gradient in any block (nothing attends
     to it and nothing is predicted from it), so each sentence comes back without it. With `rank`, `threshold`,
-    `roles` and `embedding_rows` at "paper", "paper", ("q",) and False it is the published method.
+    `roles`, `remove_used` and `embedding_rows` at "paper", "paper", ("q",), "always" and False it is the published
+    method.
     """
 
     name: ClassVar[str] = "dager"
@@ -66,7 +67,12 @@ class Dager(Attack):
         "encoder: most sentences tried a length; beyond it they are drawn at random",
         source="DAGER, section 5",
     )
-    remove_used: bool = hyper(True, "encoder: a found sentence's tokens leave the sets", source="DAGER, section 4")
+    remove_used: Literal["spare", "always", "never"] = hyper(
+        "spare",
+        "encoder: whether found sentences' tokens leave a set: where the others are enough for the sentences left, so "
+        "that one that two sentences share stays; always; or never",
+        source="ours; DAGER, section 4, has 'always'",
+    )
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens", source="DAGER, long sequences")
     max_prefixes: int = hyper(4096, "decoder: most prefixes kept at once", source="ours: bounds memory")
     max_beam: int = hyper(
@@ -209,7 +215,8 @@ class _Products:
         for length in self._lengths(sets, ending):
             if self.size is not None and len(found) >= self.size:
                 break
-            inner = [[t for t in row if t not in ending] or row for row in sets[: length - len(ending)]]
+            left = [self._unused(row, position, found) for position, row in enumerate(sets[: length - len(ending)])]
+            inner = [[t for t in row if t not in ending] or row for row in left]
             columns = inner + [list(ending)] * bool(ending)
             for ids, residuals in self._tried(columns, rng):
                 for at in torch.where(residuals < self._limit)[0].tolist():
@@ -220,8 +227,6 @@ class _Products:
                 rest.append((float(residuals[best]), tuple(ids[best].tolist())))
                 if self.size is not None and len(found) >= self.size:
                     break
-            if self.attack.remove_used:
-                self._remove(sets, found)
         return self._filled(found, rest)
 
     def _sets(self) -> list[list[int]]:
@@ -273,12 +278,14 @@ class _Products:
         # one chunk may hold no true sentence or only one: a gap within it says nothing, so the cut is fixed
         return self.attack.sentence_tolerance if self.attack.threshold == "paper" else math.sqrt(ROUNDING * UNRELATED)
 
-    def _remove(self, sets: list[list[int]], found: list[tuple[int, ...]]) -> None:
-        frame = (*self.model.special.prefix, *self.model.special.suffix)
-        for sentence in found:
-            for position, token in enumerate(sentence[: len(sets)]):
-                if token not in frame and token in sets[position] and len(sets[position]) > 1:
-                    sets[position].remove(token)
+    def _unused(self, row: list[int], position: int, found: list[tuple[int, ...]]) -> list[int]:
+        """Return the tokens of a set without those of the sentences that were found, where that is asked for."""
+        how, frame = self.attack.remove_used, (*self.model.special.prefix, *self.model.special.suffix)
+        used = {s[position] for s in found if position < len(s)} - {*frame}
+        rest = [token for token in row if token not in used]
+        # the shortest are found first, so every sentence that is left reaches the positions of those found
+        enough = 1 if how == "always" or self.size is None else self.size - len(found)
+        return rest if how != "never" and len([t for t in rest if t not in frame]) >= max(1, enough) else row
 
     def _filled(self, found: list[tuple[int, ...]], rest: list[tuple[float, tuple[int, ...]]]) -> list[tuple[int, ...]]:
         """Best effort: where fewer than B sentences fit, the nearest of the others take the empty places."""
