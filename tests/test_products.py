@@ -41,7 +41,7 @@ def test_a_token_that_two_sentences_share_at_a_position_is_found_in_both(load):
     """The paper removes a found sentence's tokens, and with it the other's: its set holds the token once."""
     model = load("bert", seed=1)
     short, middle, long = (text.split() for text in sentences((4, 5, 6), 2))
-    long[1] = short[1]
+    middle[1] = short[1]
     batch = batch_of(model, [" ".join(text) for text in (short, middle, long)])
     seen = seen_of(Client(model), batch)
     truth = {tuple(one) for one in batch.sequences()}
