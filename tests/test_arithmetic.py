@@ -32,6 +32,21 @@ def test_products_are_as_exact_after_as_before(monkeypatch):
     assert error() < 4 * before
 
 
+def test_what_passes_the_trial_is_taken_and_said(monkeypatch):
+    monkeypatch.setattr(arithmetic, "_is_amd", lambda: True)
+    monkeypatch.setattr(arithmetic, "_rounding", lambda: 1e-7)
+    MATMUL.fp32_precision = "ieee"
+    assert multiply_by_onednn()
+    assert MATMUL.fp32_precision == "bf16"
+    assert multiplied_by() == "oneDNN"
+
+
+def test_a_torch_without_the_setting_is_left_alone(monkeypatch):
+    monkeypatch.setattr(arithmetic, "_matmul", lambda: None)
+    assert not multiply_by_onednn()
+    assert multiplied_by() in ("MKL", "BLAS")
+
+
 def test_a_processor_that_rounds_is_left_as_it_was(monkeypatch):
     monkeypatch.setattr(arithmetic, "_is_amd", lambda: True)
     monkeypatch.setattr(arithmetic, "_rounding", lambda: 1e-3)

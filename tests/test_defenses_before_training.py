@@ -49,7 +49,8 @@ def test_the_stand_in_is_the_one_that_changes_the_output_least(load):
     how = TokenObfuscation(candidates=5, alike=1.0)
     out = how.on_batch(model, batch, stream(0, "x"))
     slot = len(model.special.prefix)
-    choices = how._stand_ins(model, int(batch.ids[0, slot]))
+    word = int(batch.ids[0, slot])
+    choices = how._stand_ins(model, [word])[word]
     assert len(choices) == 5
     plain, away = model.logits(ids=batch.ids, mask=batch.mask), {}
     for word in choices:
@@ -64,12 +65,21 @@ def test_a_stand_in_is_no_synonym_and_no_form_of_the_word(load):
     table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
     like = table @ table[40]
     limit = float(like.sort(descending=True).values[6])
-    found = TokenObfuscation(alike=limit)._stand_ins(model, 40)
-    assert found
+    found = TokenObfuscation(alike=limit, candidates=300)._stand_ins(model, [40])[40]
+    assert 8 < len(found) < 300, "there are no more, and none beyond the limit is taken instead"
     assert all(float(like[word]) <= limit + 1e-6 for word in found)
     assert _related(["walks"], ["##walk"])
     assert _related(["Ġwalked"], ["walker"])
     assert not _related(["dog"], ["walked"])
+
+
+@pytest.mark.parametrize("task", ["classification", "causal-lm"])
+def test_stand_ins_do_not_depend_on_the_rest_of_the_batch(load, task):
+    model = load("gpt2", task)
+    short, long = sentences((3, 9), 5)
+    how = TokenObfuscation(alike=1.0)
+    alone, both = (how.on_batch(model, batch_of(model, texts), stream(0, "x")) for texts in ([short], [short, long]))
+    assert both.sequences()[0] == alone.sequences()[0]
 
 
 def test_a_share_of_the_words_is_replaced(load):
@@ -115,7 +125,9 @@ def test_aegis_sends_no_attention_and_blurs_the_other_places(load, family, train
     batch = batch_of(model, sentences((4, 6), 1))
     plain = Client(model, training).update(batch, stream(0, "client")).tensors
     update = Client(model, training, defenses=(Aegis(),)).update(batch, stream(0, "client"))
-    silent = {v.parameter for layer in range(model.depth) for role in "qkv" for v in model.views(layer, role)}
+    names = ("query.", "key.", "value.", "attn.q.", "attn.k.", "attn.v.", "c_attn.", "q_proj.", "k_proj.", "v_proj.")
+    silent = {name for name in plain if any(part in name for part in names)}
+    assert len(silent) >= 2 * model.depth
     assert silent <= set(update.frozen)
     assert set(update.tensors) == set(plain) - silent
     up = {v.parameter for layer in range(model.depth) for v in model.views(layer, "f")}

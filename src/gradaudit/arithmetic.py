@@ -5,11 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-_ONEDNN: Any = torch.backends.mkldnn
-_MKL: Any = torch.backends.mkl
-
 _SHAPES = ((12, 384, 1536), (648, 384, 384), (257, 1536, 384))
 """Rows, width read and width written of the products that are tried."""
 _ROUNDING = 1e-5
@@ -23,14 +18,15 @@ def multiply_by_onednn() -> bool:
     PyTorch hands such products to oneDNN only together with leave to round to bfloat16 on the way. A processor without
     matrix units (AMX) has no use for that leave and multiplies in float32; this is tried, against float64, and
     everything stays as it was where a product was rounded. What a machine does depends on the machine alone, never on
-    its load. The setting is the whole process's: for a program, not for a library.
+    its load. The setting is the whole process's: for a program, not for a library. PyTorch before 2.9 has none, and
+    beside it `torch.get_float32_matmul_precision()` no longer answers.
 
     Returns:
         Whether oneDNN makes them now.
     """
-    if not (_is_amd() and _ONEDNN.is_available()):
+    ours = _matmul()
+    if ours is None or not _is_amd():
         return False
-    ours = _ONEDNN.matmul
     before = ours.fp32_precision
     ours.fp32_precision = "bf16"
     if _rounding() < _ROUNDING:
@@ -41,9 +37,20 @@ def multiply_by_onednn() -> bool:
 
 def multiplied_by() -> str:
     """Return which library makes float32 matrix products on the CPU, for a record."""
-    if _ONEDNN.matmul.fp32_precision == "bf16":
+    import torch
+
+    ours, mkl = _matmul(), torch.backends.mkl
+    if ours is not None and ours.fp32_precision == "bf16":
         return "oneDNN"
-    return "MKL" if _MKL.is_available() else "BLAS"
+    return "MKL" if mkl.is_available() else "BLAS"  # type: ignore[no-untyped-call]
+
+
+def _matmul() -> Any:
+    """Return PyTorch's setting of oneDNN's products; None where it has none."""
+    import torch  # seconds to import, and `--help` needs none of it
+
+    onednn: Any = torch.backends.mkldnn
+    return getattr(onednn, "matmul", None) if onednn.is_available() else None
 
 
 def _is_amd() -> bool:
@@ -53,6 +60,8 @@ def _is_amd() -> bool:
 
 def _rounding() -> float:
     """Return the largest error of some products, as a share of the largest entry."""
+    import torch
+
     rng = torch.Generator().manual_seed(0)
     worst = 0.0
     for rows, read, written in _SHAPES:

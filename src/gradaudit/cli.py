@@ -14,7 +14,6 @@ from rich.markup import escape
 
 from gradaudit import __version__
 from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
-from gradaudit.process import ready_process
 
 app = typer.Typer(
     help="How much private text can be read back from the updates a model training sends?",
@@ -48,9 +47,11 @@ def demo(
     from gradaudit.audit import pick_device
     from gradaudit.demo import run_demo
     from gradaudit.metrics.summary import summarize
+    from gradaudit.process import ready_process
     from gradaudit.report.render import render
     from gradaudit.terminal import compared, legend, progress_bars, summary_tables
 
+    ready_process()
     place = pick_device(device)
     err.print(
         "[bold]gradaudit demo[/bold]: MiniLM-L6 (real weights) takes one fine-tuning step on 4 private sentences. "
@@ -92,6 +93,7 @@ def run(
     from gradaudit.case import load_case
     from gradaudit.leakage.compiled import compiling
     from gradaudit.metrics.summary import summarize
+    from gradaudit.process import ready_process
     from gradaudit.progress import step
     from gradaudit.report.render import render
     from gradaudit.terminal import progress_bars, summary_tables
@@ -99,6 +101,7 @@ def run(
 
     limits = parse(fail_on)
     case = load_case(case_file, set_)
+    ready_process()
     place = audit.pick_device(device)
     records = []
     try:
@@ -156,9 +159,11 @@ def attack(
     from gradaudit.audit import pick_device
     from gradaudit.examine import Examination, examine
     from gradaudit.leakage.compiled import compiling
+    from gradaudit.process import ready_process
     from gradaudit.rounds import examine_rounds
     from gradaudit.terminal import print_examination, print_rounds, progress_bars
 
+    ready_process()
     place = pick_device(device)
 
     def one(folder: Path, known: tuple[tuple[int, ...], ...] = ()) -> Examination:
@@ -254,8 +259,10 @@ def check(
     from gradaudit.audit import pick_device, prepare
     from gradaudit.case import load_case
     from gradaudit.estimate import estimate
+    from gradaudit.process import ready_process
 
     case = load_case(case_file, set_)
+    ready_process()
     ready = prepare(case, case_file.resolve().parent, pick_device(device))
     cost = estimate(ready)
     if as_json:
@@ -285,11 +292,13 @@ def sweep(
     from gradaudit.audit import pick_device
     from gradaudit.frontier import frontiers
     from gradaudit.leakage.compiled import compiling
+    from gradaudit.process import ready_process
     from gradaudit.report.frontier_page import write_frontiers
     from gradaudit.sweep import TABLE, load_sweep, run_sweep
     from gradaudit.terminal import progress_bars, sweep_table
 
     asked = load_sweep(sweep_file, set_)
+    ready_process()
     place = pick_device(device)
     results = []
     try:
@@ -392,7 +401,6 @@ def _print_json(data: Any) -> None:
 
 def main() -> NoReturn:
     """Run the program; every expected error is one sentence on standard error."""
-    ready_process()
     try:
         code = app(standalone_mode=False)
     except click.ClickException as problem:

@@ -1,4 +1,4 @@
-"""What a program that runs audits asks of its machine, once, before it does anything."""
+"""What a program that runs audits asks of its machine, once, before it computes anything."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ _NO_STEP = (
     "not identifiable: the adapters' B is still zero (no step was made with them), so their A has no gradient; "
     "an update after the first step carries signal"
 )
-_TOGETHER = 4096
-"""An encoder's sentences judged together."""
+_TOGETHER, _ROWS = 4096, 8192
+"""An encoder's sentences judged together by their first rows, and rows that go through a block together."""
 _NOISY = "the update is noisy or rounded: what stands above its noise was read, by the nearest fit"
 
 
@@ -70,7 +70,7 @@ class Dager(Attack):
     remove_used: Literal["spare", "always", "never"] = hyper(
         "spare",
         "encoder: whether found sentences' tokens leave a set: where the others are enough for the sentences left, so "
-        "that one that two sentences share stays; always; or never",
+        "that one that two sentences share stays (unless wrong tokens fill the set); always; or never",
         source="ours; DAGER, section 4, has 'always'",
     )
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens", source="DAGER, long sequences")
@@ -257,12 +257,14 @@ class _Products:
     def _tried(self, columns: list[list[int]], rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield sentences that may be true with their residuals, or the one of a chunk that is nearest to it.
 
-        A sentence is true where all of its rows fit, so the first row, which costs a fraction, sorts nearly all out.
+        A sentence is true where all of its rows fit. The first row, which costs a fraction, sorts out short ones that
+        are wrong; in long ones it says little of words far behind, and many come to the whole pass.
         """
         products, limit = Products(self.model, columns), self.attack.max_candidates
         all_of_them = products.count <= limit
         if not all_of_them:
-            self._note(f"{products.count:.1e} products at length {len(columns)}; {limit} of them were drawn at random")
+            size = sum(math.log10(len(column)) for column in columns)
+            self._note(f"10^{size:.1f} products at length {len(columns)}; {limit} of them were drawn at random")
         for start in range(0, min(products.count, limit), _TOGETHER):
             count = min(_TOGETHER, min(products.count, limit) - start)
             picks = products.picks(start, count) if all_of_them else products.drawn(count, rng)
@@ -270,8 +272,9 @@ class _Products:
             step(f"dager: length {len(columns)}", start + count, min(products.count, limit))
             first = self.second.residual(products.first_rows(picks))
             near = torch.where(first < self._limit)[0] if bool((first < self._limit).any()) else first.argmin()[None]
-            ids = products.ids(picks[near])
-            yield ids, self.second.residual(self.model.attention_inputs(1, ids)).amax(1)
+            for some in torch.split(near, max(16, _ROWS // len(columns))):
+                ids = products.ids(picks[some])
+                yield ids, self.second.residual(self.model.attention_inputs(1, ids)).amax(1)
 
     @property
     def _limit(self) -> float:
@@ -281,11 +284,15 @@ class _Products:
     def _unused(self, row: list[int], position: int, found: list[tuple[int, ...]]) -> list[int]:
         """Return the tokens of a set without those of the sentences that were found, where that is asked for."""
         how, frame = self.attack.remove_used, (*self.model.special.prefix, *self.model.special.suffix)
+        if how == "never":
+            return row
         used = {s[position] for s in found if position < len(s)} - {*frame}
         rest = [token for token in row if token not in used]
+        if how == "always" or self.size is None:
+            return rest or row[-1:]
         # the shortest are found first, so every sentence that is left reaches the positions of those found
-        enough = 1 if how == "always" or self.size is None else self.size - len(found)
-        return rest if how != "never" and len([t for t in rest if t not in frame]) >= max(1, enough) else row
+        enough = max(1, self.size - len(found))
+        return rest if len([t for t in rest if t not in frame]) >= enough else row
 
     def _filled(self, found: list[tuple[int, ...]], rest: list[tuple[float, tuple[int, ...]]]) -> list[tuple[int, ...]]:
         """Best effort: where fewer than B sentences fit, the nearest of the others take the empty places."""

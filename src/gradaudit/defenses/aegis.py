@@ -1,4 +1,4 @@
-"""AEGIS' idea: send nothing of the attention, and blur the two other places that name words."""
+"""AEGIS' idea: send nothing of queries, keys and values, and blur the two other places that name words."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Aegis(RoleDefense):
         return _parameters(model, "q", "k", "v")
 
     def on_roles(self, model: TextModel, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        noisy, words = set(_parameters(model, "f")), set(model.group("word"))
+        views = (view.parameter for layer in range(model.depth) for view in model.views(layer, "f"))
+        noisy, words = set(views), set(model.group("word"))
         out = {}
         for name, value in tensors.items():
             if name in words:
@@ -70,5 +71,7 @@ class Aegis(RoleDefense):
 
 
 def _parameters(model: TextModel, *roles: str) -> tuple[str, ...]:
+    """Return all parameters of the modules that hold some roles: weights, biases and adapters."""
     found = (view.parameter for layer in range(model.depth) for role in roles for view in model.views(layer, role))
-    return tuple(dict.fromkeys(found))
+    modules = {name.partition(".lora_")[0].removesuffix(".weight") + "." for name in found}
+    return tuple(name for name in model.parameters() if name.startswith(tuple(modules)))

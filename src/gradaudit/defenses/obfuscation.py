@@ -8,7 +8,6 @@ from difflib import SequenceMatcher
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from gradaudit.defenses.base import BatchDefense
 from gradaudit.errors import BadInputError
@@ -27,10 +26,11 @@ _RELATED = 0.6
 class TokenObfuscation(BatchDefense):
     """Train on stand-ins: near each word for the model, another word for a reader.
 
-    A stand-in is one of the tokens whose vectors are nearest by cosine, but not so near that it means the same
-    (`alike`), nor of a related spelling. Of some of them the one is taken that changes the model's output least, word
-    by word from the left. Labels, lengths and special tokens stay. What an attack reads exactly is then the text of
-    stand-ins. Who knows the model knows the nearest tokens of every stand-in, so a reader may guess back.
+    A stand-in is one of the tokens whose vectors are nearest by cosine, but not so near as synonyms are (`alike`), nor
+    of a related spelling. Of some of them the one is taken that changes the model's output least, word by word from
+    the left. Labels, lengths and special tokens stay. What an attack reads exactly is then the text of stand-ins. The
+    topic remains ("dog" may become "rodents"), which scores of words do not see, and who knows the model knows the
+    nearest tokens of every stand-in, so a reader may guess back.
 
     Raises:
         BadInputError: a parameter outside its range.
@@ -39,7 +39,9 @@ class TokenObfuscation(BatchDefense):
     name: ClassVar[str] = "token-obfuscation"
     candidates: int = hyper(8, "stand-ins tried for each word", source="ours, after GHOST (arXiv 2602.15897)")
     alike: float = hyper(
-        0.6, "largest cosine of a word and its stand-in: beyond it they mean the same", source="ours, as above"
+        0.25,
+        "largest cosine of a word and its stand-in",
+        source="ours: on MiniLM synonyms remain at 0.35 (king: ruler), the topic at 0.25 (king: edward, chess)",
     )
     share: float = hyper(1.0, "share of the words that are replaced, drawn at random", source="ours")
 
@@ -59,36 +61,37 @@ class TokenObfuscation(BatchDefense):
         special = torch.tensor(sorted(model.special.ids), device=device)
         free = mask & ~torch.isin(ids, special)
         free &= (torch.rand(batch.ids.shape, generator=rng) < self.share).to(device)
-        standing = {word: self._stand_ins(model, word) for word in sorted(set(ids[free].tolist()))}
+        standing = self._stand_ins(model, sorted(set(ids[free].tolist())))
         out = ids.clone()
         for slot in torch.where(free.any(0))[0].tolist():
-            rows = [r for r in torch.where(free[:, slot])[0].tolist() if standing[int(ids[r, slot])]]
-            tried = [(row, word) for row in rows for word in standing[int(ids[row, slot])]]
-            if not tried:
-                continue
-            at = torch.tensor([row for row, _ in tried], device=device)
-            every = out[at]
-            every[:, slot] = torch.tensor([word for _, word in tried], device=device)
-            away = (model.logits(ids=every, mask=mask[at]) - plain[at]).flatten(1).square().sum(1)
-            for row in rows:
-                mine = torch.where(at == row)[0]
-                out[row, slot] = every[mine[away[mine].argmin()], slot]
+            for row in torch.where(free[:, slot])[0].tolist():
+                words = standing[int(ids[row, slot])]
+                if not words:
+                    continue
+                every = out[row].repeat(len(words), 1)
+                every[:, slot] = torch.tensor(words, device=device)
+                shown = mask[row].expand(len(words), -1)
+                away = model.logits(ids=every, mask=shown) - plain[row]
+                if away.dim() == 3:  # next words: what follows padding is nobody's
+                    away = away * shown[..., None]
+                out[row, slot] = words[int(away.flatten(1).square().sum(1).argmin())]
         return replace(batch, ids=out.to(batch.ids.device))
 
-    def _stand_ins(self, model: TextModel, word: int) -> list[int]:
-        """Return a word's stand-ins, nearest first; none where all that is near means or spells the same."""
-        table = model.word_vectors()
-        like = torch.nn.functional.cosine_similarity(table, table[word][None])
-        near: Tensor = torch.where(like <= self.alike, like, -torch.inf)
-        found: list[int] = []
-        pieces = model.pieces([word])
-        for other in near.topk(min(_LOOKED_AT, len(table))).indices.tolist():
-            if other in model.special.ids or not model.content([other]):
-                continue
-            if not _related(pieces, model.pieces([other])):
-                found.append(other)
-                if len(found) == self.candidates:
+    def _stand_ins(self, model: TextModel, words: Sequence[int]) -> dict[int, list[int]]:
+        """Return the words' stand-ins, nearest first; none where all that is near means or spells the same."""
+        table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
+        found: dict[int, list[int]] = {}
+        for word in words:
+            like = table @ table[word]
+            near = torch.where(like <= self.alike, like, -torch.inf).topk(min(_LOOKED_AT, len(table)))
+            pieces, mine = model.pieces([word]), found.setdefault(word, [])
+            for value, other in zip(near.values.tolist(), near.indices.tolist(), strict=True):
+                if value == -torch.inf or len(mine) == self.candidates:
                     break
+                if other in model.special.ids or not model.content([other]):
+                    continue
+                if not _related(pieces, model.pieces([other])):
+                    mine.append(other)
         return found
 
 
