@@ -41,7 +41,7 @@ def result(
         seconds=1.0,
         flags=flags,
     )
-    cost = Utility(80.0, 80.0, mcc, 50.0, 100, 50, epsilon, 1e-3, 16, 1.0)
+    cost = Utility(80.0, 80.0, mcc, mcc - 5.0, mcc + 5.0, 50.0, 100, 50, epsilon, 1e-3, 16, 1.0)
     record: Any = type("R", (), {"error": "broken", "sentences": ()})
     return Result(Point({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
 

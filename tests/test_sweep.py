@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -167,3 +170,47 @@ def test_points_of_other_seeds_have_models_of_their_own(sweep: Path, tmp_path: P
     list(run_sweep(load_sweep(sweep), tmp_path, tmp_path / "out", CPU))
     prints = {json.loads(path.read_text())["model"]["fingerprint"] for path in (tmp_path / "out").glob("*/run.json")}
     assert len(prints) == 2, "random weights of two seeds"
+
+
+def test_two_processes_find_what_one_finds(sweep: Path, tmp_path: Path):
+    alone = list(run_sweep(load_sweep(sweep), tmp_path, tmp_path / "alone", CPU))
+    told = RUN.invoke(app, ["sweep", str(sweep), "--out", str(tmp_path / "shared"), "--jobs", "2", "--json"])
+    assert told.exit_code == 0, told.output
+    assert len(told.stdout.splitlines()) == len(alone)
+    seconds = {"seconds"}  # of the machine, not of the case
+    one, other = (
+        [{k: v for k, v in row.items() if k not in seconds} for row in table(tmp_path / name)]
+        for name in ("alone", "shared")
+    )
+    assert one == other
+
+
+def test_a_sweep_killed_with_its_processes_goes_on_where_it_stopped(sweep: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "gradaudit", "sweep", str(sweep), "--out", str(out), "--jobs", "2", "--json"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert json.loads(first.stdout.readline())["error"] is None  # a point is done
+    workers = [int(p) for p in Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()]
+    first.kill()
+    first.wait()
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("*/records.jsonl")}
+    assert kept
+    for _ in range(100):  # whoever started them is gone: they end by themselves
+        if not any(_runs(worker) for worker in workers):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("processes outlive the sweep")
+    done = {path for path in kept if len(path.read_text().splitlines()) == 2}
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(again.stdout.splitlines()) == 6
+    assert all(path.stat().st_mtime_ns == kept[path] for path in done & set(kept))
+    assert len(table(out)) == 6
+
+
+def _runs(process: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False

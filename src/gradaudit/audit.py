@@ -21,7 +21,8 @@ from gradaudit.attacks.base import Attack, ModelChangedError
 from gradaudit.case import Case
 from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
-from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError
+from gradaudit.defenses.base import ExampleDefense, UpdateDefense
+from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
 from gradaudit.metrics import text as metrics
 from gradaudit.models.base import ModelSpec
@@ -115,10 +116,23 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
     selection = Selection(case.selection.tensors)
     client = client_of(case, model)
+    _has_counters(case, attack, client)
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
     return Prepared(case, model, rows, batches, client, selection, attack, device)
+
+
+def _has_counters(case: Case, attack: Attack, client: Client) -> None:
+    """Refuse to run an attack, as if nothing were in force, against defenses that it was told of."""
+    size = case.data.batch_size if case.knowledge.batch_size else None
+    for defense in client.defenses if case.knowledge.defenses else ():
+        acts = isinstance(defense, UpdateDefense | ExampleDefense)
+        if acts and not attack.reckons_with(defense.name, client.model, size):
+            raise NotSupportedError(
+                f"attack '{attack.name}' has no counter to '{defense.name}' here, of which it was told; choose another "
+                "attack, or defenses = false in [knowledge] for an attacker who does not know of it"
+            )
 
 
 def client_of(case: Case, model: TransformersModel) -> Client:
@@ -181,7 +195,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
     update, seen = sent(ready, batch, index)
     blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
     baseline = judge(model, batch, blind, case.metrics.published)
-    found, verdict, error = None, None, None
+    found, verdict, error, unsupported = None, None, None, False
     began = time.perf_counter()
     try:
         found = attack(seen, stream(case.seed, "attack", index))
@@ -189,6 +203,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
         verdict = judge(model, batch, found, case.metrics.published)
     except AuditError as problem:
         error = str(problem)
+        unsupported = isinstance(problem, NotSupportedError)
         seconds = time.perf_counter() - began
     except ModelChangedError:
         raise  # every later batch would be attacked on another model
@@ -233,6 +248,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
             shape=shape,
         ),
         error=error,
+        unsupported=unsupported,
         knowledge=json.loads(json.dumps({"selection": seen.selection, "update": seen.kind} | seen.knowledge.given())),
         sensitive=verdict.sensitive if verdict is not None else (None if baseline.sensitive is None else 0.0),
         sensitive_baseline=baseline.sensitive,

@@ -282,6 +282,7 @@ def sweep(
     folder: Annotated[Path, typer.Option("--out", help="Folder for a run a point, and the table of all.")],
     set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. data.batches=2.")] = [],  # noqa: B006
     device: Device = "auto",
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that share the points.")] = 1,
     compile_: Compile = False,
     as_json: Json = False,
     show_text: ShowText = False,
@@ -303,7 +304,7 @@ def sweep(
     results = []
     try:
         with progress_bars(err, quiet=as_json), compiling(compile_):
-            for result in run_sweep(asked, sweep_file.resolve().parent, folder, place):
+            for result in run_sweep(asked, sweep_file.resolve().parent, folder, place, jobs):
                 results.append(result)
                 if as_json:
                     scores = None if result.summary is None else _summary_line(result.summary)
@@ -321,6 +322,8 @@ def sweep(
             "run the same command again to go on"
         )
         raise typer.Exit(ExitCode.INCONCLUSIVE) from None
+    order = {point.case.content_hash(): number for number, point in enumerate(asked.points)}
+    results.sort(key=lambda r: order[r.point.case.content_hash()])
     if not as_json:
         out.print(sweep_table(results))
         for problem in sorted({r.failed for r in results if r.failed}):

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, RoleDefense, UpdateDefense
+from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
 from gradaudit.errors import BadInputError
-from gradaudit.example_gradients import ExampleGradients
+from gradaudit.example_gradients import ExampleGradients, Mode
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
@@ -64,11 +64,12 @@ class Client:
         late = [d.name for d in self._after_batch()[1:] if isinstance(d, ExampleDefense)]
         if late:
             raise BadInputError(f"defense '{late[0]}' acts before there is an update: name it once, and first")
-        if self._after_batch() != self.defenses[len(self.defenses) - len(self._after_batch()) :]:
+        acting = tuple(d for d in self.defenses if not isinstance(d, ModelDefense))
+        if self._after_batch() != acting[len(acting) - len(self._after_batch()) :]:
             raise BadInputError("a defense that changes the text acts before all others: name it first")
 
     def _after_batch(self) -> tuple[Defense, ...]:
-        return tuple(d for d in self.defenses if not isinstance(d, BatchDefense))
+        return tuple(d for d in self.defenses if not isinstance(d, BatchDefense | ModelDefense))
 
     def frozen(self) -> tuple[str, ...]:
         """Return the names of the parameters that `freeze` and the defenses freeze.
@@ -77,16 +78,18 @@ class Client:
             BadInputError: an expression that covers a parameter only in part (GPT-2's q alone is a third of one).
         """
         # as one selection: a view named twice counts once
-        chosen = Selection(" ".join(self.freeze)).views(self.model) if self.freeze else {}
-        parameters = self.model.parameters()
-        seen: dict[str, int] = {}
-        for view in chosen.values():
-            seen[view.parameter] = seen.get(view.parameter, 0) + view(parameters[view.parameter]).numel()
-        for name, covered in seen.items():
-            if covered < self.model.parameters()[name].numel():
-                raise BadInputError(f"freeze: '{name}' holds more than the roles named; freeze all of its roles")
-        more = (n for d in self.defenses if isinstance(d, RoleDefense) for n in d.frozen(self.model))
-        return tuple(dict.fromkeys((*seen, *more)))
+        own = Selection(" ".join(self.freeze)).parameters(self.model) if self.freeze else ()
+        kinds = (ModelDefense, RoleDefense)
+        more = (n for d in self.defenses if isinstance(d, kinds) for n in d.frozen(self.model))
+        return tuple(dict.fromkeys((*own, *more)))
+
+    def _rate(self) -> float | None:
+        """Return the dropout rate that takes the configured ones' place; None keeps those."""
+        told = [d.dropout() for d in self.defenses if isinstance(d, ModelDefense)]
+        return next((rate for rate in reversed(told) if rate is not None), self.dropout_rate)
+
+    def _dropping(self) -> bool:
+        return self.dropout or any(isinstance(d, ModelDefense) and d.dropout() is not None for d in self.defenses)
 
     def update(self, batch: Batch, rng: torch.Generator, expected: float | None = None) -> Update:
         """Train on the batch and return what leaves the client.
@@ -103,7 +106,7 @@ class Client:
         if len(batch.ids) == 0 or not bool(batch.mask.any(1).all()):
             raise BadInputError("the batch is empty, or one of its sentences has no token; a client needs text")
         seed = draw_seed(rng)
-        frozen, trained = self._trained()
+        _, trained = self._trained()
         if not trained:
             raise BadInputError("every parameter is frozen; nothing is trained and nothing is sent")
         tensors = self._summed(batch, trained, seed, expected)
@@ -113,18 +116,20 @@ class Client:
                 f"the update of '{broken[0]}' holds NaN or infinite values: the training diverged or the weights are "
                 "broken; lower the learning rate or mend the model"
             )
-        return self._made(tensors, frozen)
+        return self.made(tensors)
 
     def _trained(self) -> tuple[tuple[str, ...], dict[str, Tensor]]:
         frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
         return frozen, {n: p for n, p in self.model.parameters().items() if n not in frozen}
 
-    def _made(self, tensors: Mapping[str, Tensor], frozen: tuple[str, ...]) -> Update:
+    def made(self, tensors: Mapping[str, Tensor]) -> Update:
+        """Return tensors, by parameter name, as this client's update."""
+        frozen, _ = self._trained()
         return Update(
             tensors=tensors,
             kind="gradient" if self.training.optimizer == "none" else "delta",
             training=self._together(),
-            dropout=(self.dropout_rate or self.model.dropout_rate()) if self.dropout else 0.0,
+            dropout=(self._rate() or self.model.dropout_rate()) if self._dropping() else 0.0,
             frozen=frozen,
             defenses=tuple(describe(d) for d in self.defenses),
         )
@@ -142,9 +147,25 @@ class Client:
         guard = self._guard()
         if guard is None or not guard.sampled or self.training.optimizer != "none":
             raise BadInputError("a client without sentences sends nothing")
-        frozen, trained = self._trained()
+        _, trained = self._trained()
         tensors = guard.on_examples(iter(()), trained, expected, stream(draw_seed(rng), "defense", 0, 0))
-        return self._made(tensors, frozen)
+        return self.made(tensors)
+
+    def example_gradients(self, batch: Batch, rng: torch.Generator) -> dict[str, Tensor]:
+        """Return the gradient of each sentence of a batch, [B, ...] by parameter name, undefended.
+
+        Args:
+            batch: the private batch.
+            rng: the client's random stream, for dropout.
+
+        Raises:
+            BadInputError: the extra `dp` is missing.
+        """
+        _, trained = self._trained()
+        seed = draw_seed(rng)
+        examples = ExampleGradients.of(self.model, trained)
+        chunks = list(examples.chunks(*self._prepared(batch, torch.arange(len(batch.ids))), self._part_mode(seed, 0)))
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
     def _summed(
         self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
@@ -217,7 +238,7 @@ class Client:
         everything = torch.arange(len(batch.ids))
         guard = self._guard()
         if guard is not None:
-            examples = ExampleGradients(self.model, trained)
+            examples = ExampleGradients.of(self.model, trained)
             return self._guarded(guard, examples, batch, everything, expected or float(len(everything)), seed, 0)
         with self._mode(seed, 0):
             loss = self._loss(batch, everything, None)
@@ -231,7 +252,7 @@ class Client:
         self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
         guard = self._guard()
-        examples = None if guard is None else ExampleGradients(self.model, trained)
+        examples = None if guard is None else ExampleGradients.of(self.model, trained)
         local = (
             {n: p.detach().clone().requires_grad_() for n, p in trained.items()}
             if examples is None
@@ -274,15 +295,19 @@ class Client:
         seed: int,
         step: int,
     ) -> dict[str, Tensor]:
-        def mode(model: TransformersModel, part: int) -> AbstractContextManager[None]:
-            # hooks take gradients in training mode only, so no dropout is a rate of 0 there
-            if not self.dropout:
-                return model.training_mode(0.0)
-            return _DropoutOn(model, stream(seed, "dropout", step, part), self.dropout_rate)
-
+        mode = self._part_mode(seed, step)
         chunks = examples.chunks(*self._prepared(batch, rows), mode) if len(rows) else iter(())
         rng = stream(seed, "defense", 0, step)
         return guard.on_examples(chunks, examples.parameters, expected, rng)
+
+    def _part_mode(self, seed: int, step: int) -> Mode:
+        def mode(model: TransformersModel, part: int) -> AbstractContextManager[None]:
+            # hooks take gradients in training mode only, so no dropout is a rate of 0 there
+            if not self._dropping():
+                return model.training_mode(0.0)
+            return _DropoutOn(model, stream(seed, "dropout", step, part), self._rate())
+
+        return mode
 
     def _minibatches(self, size: int, seed: int) -> Iterator[Tensor]:
         order = stream(seed, "minibatch order")
@@ -311,9 +336,9 @@ class Client:
         return self.model.loss(ids=ids, mask=mask, labels=labels, params=params)
 
     def _mode(self, seed: int, step: int) -> AbstractContextManager[None]:
-        if not self.dropout:
+        if not self._dropping():
             return nullcontext()
-        return _DropoutOn(self.model, stream(seed, "dropout", step), self.dropout_rate)
+        return _DropoutOn(self.model, stream(seed, "dropout", step), self._rate())
 
 
 class _DropoutOn(AbstractContextManager[None]):

@@ -6,7 +6,8 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +32,21 @@ class ExampleGradients:
     Raises:
         BadInputError: the extra `dp` is not installed.
     """
+
+    _kept: ClassVar[WeakKeyDictionary[TransformersModel, ExampleGradients]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, model: TransformersModel, trained: Collection[str]) -> ExampleGradients:
+        """Return the copy of a model as its weights are now; the last copy is used again, which saves making one."""
+        found = cls._kept.get(model)
+        if found is None or list(found.parameters) != [n for n in model.parameters() if n in set(trained)]:
+            found = cls._kept[model] = cls(model, trained)
+            return found
+        with torch.no_grad():
+            mine = found._model.parameters()
+            for name, p in model.parameters().items():
+                mine[name].copy_(p)
+        return found
 
     def __init__(self, model: TransformersModel, trained: Collection[str]) -> None:
         try:

@@ -13,7 +13,8 @@ from gradaudit.utility import Utility
 MARGIN = 5.0
 """ROUGE-L above blind guessing up to which nothing was told: less than one word of a short sentence."""
 USEFUL = 0.25
-"""Share of the best MCC below which a setting has not learned the task, and is recommended to nobody."""
+"""Share of the best MCC below which a setting has not learned the task, and is recommended to nobody; nor is one whose
+interval holds 0."""
 BOUND = frozenset({"defense-not-modeled", "dropout-not-modeled"})
 """Flags of an attack that does not know what it is up against: its score is a lower bound."""
 
@@ -32,6 +33,7 @@ class OperatingPoint:
         attack: the strongest.
         bound: some attack does not reckon with this client, or failed: the leak is a lower bound.
         utility: what the model is worth.
+        unsupported: attacks that do not support this client, and were not run.
         worst: the record and the number, from 0, of the sentence that the strongest attack read best.
         dominated: another point of this batch size is at least as good in both, and better in one.
     """
@@ -45,6 +47,7 @@ class OperatingPoint:
     attack: str
     bound: bool
     utility: Utility
+    unsupported: tuple[str, ...] = ()
     worst: tuple[Record, int] | None = None
     dominated: bool = False
 
@@ -113,7 +116,9 @@ def _missing(group: Sequence[Result]) -> list[str]:
     for result in group:
         name = result.point.case.attack.get("name")
         some = result.summary.failed if result.summary is not None else 0
-        if result.failed:
+        if result.unsupported:
+            lines.append(f"{_client(result)}, {name}: not supported")
+        elif result.failed:
             lines.append(f"{_client(result)}, {name}: {result.failed}")
         elif some and result.summary is not None:
             lines.append(f"{_client(result)}, {name}: {some} of {result.summary.n} batches failed and count 0")
@@ -134,6 +139,7 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
     scored = [(r, r.summary) for r in group if r.summary is not None and not r.failed and r.utility is not None]
     if not scored:
         return None
+    able = [r for r in group if not r.unsupported]
     best, summary = max(scored, key=lambda pair: pair[1].scores["rougeL"].mean or 0.0)
     assert best.utility is not None
     return OperatingPoint(
@@ -144,7 +150,8 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
         exact=max(s.scores["exact"].mean or 0.0 for _, s in scored),
         blind_exact=summary.baseline["exact"].mean or 0.0,
         attack=summary.attack,
-        bound=any(BOUND & set(s.flags) or s.failed for _, s in scored) or len(scored) < len(group),
+        bound=any(BOUND & set(s.flags) or s.failed for _, s in scored) or len(scored) < len(able),
+        unsupported=tuple(sorted({str(r.point.case.attack.get("name")) for r in group if r.unsupported})),
         utility=best.utility,
         worst=_worst(best.records),
     )
@@ -171,7 +178,7 @@ def _choice(points: Sequence[OperatingPoint]) -> tuple[OperatingPoint | None, st
         least = min(points, key=lambda p: p.leak.mean or 0.0)
         told = f"{least.leak.mean or 0:.1f} ROUGE-L by '{least.attack}' where blind guessing gives {least.blind:.1f}"
         return None, f"None of these stops the attacks: the least is told with {least.client}, {told}."
-    useful = [p for p in silent if p.utility.mcc > 0 and p.utility.mcc >= USEFUL * best]
+    useful = [p for p in silent if p.utility.mcc_low > 0 and p.utility.mcc >= USEFUL * best]
     if not useful:
         most = max(p.utility.mcc for p in silent)
         return None, (

@@ -207,7 +207,9 @@ def flags(
         "short-references": not all(has_bigram(model.decode(s)) for s in batch.sequences()),
         "dropout-not-modeled": made["dropout"] > 0 and not attack.models_dropout,
         "defense-not-modeled": not all(
-            attack.reckons_with(d["name"]) and (told or attack.reckons_with("any")) for d in made["defenses"]
+            attack.reckons_with(d["name"], model, seen.knowledge.batch_size)
+            and (told or not attack.must_be_told(d["name"]))
+            for d in made["defenses"]
         ),
         "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not read_whole,
         "word-rows-shared": any(v.parameter in model.group("word") for v in seen.views.values()),

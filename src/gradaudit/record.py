@@ -101,6 +101,7 @@ class Record(_Plain):
         seconds: the attack's wall time.
         flags: names of flags (docs/flags.md).
         error: why this batch failed, else None; its scores are then 0.
+        unsupported: the attack does not support what was to be attacked, and said so.
         knowledge: what the attacker was given.
         sensitive: share (0 to 100) of names and numbers recovered; None when the texts have none.
         sensitive_baseline: the same for the blind guess.
@@ -126,6 +127,7 @@ class Record(_Plain):
     seconds: float
     flags: tuple[str, ...] = ()
     error: str | None = None
+    unsupported: bool = False
     knowledge: dict[str, Any] = {}
     sensitive: float | None = None
     sensitive_baseline: float | None = None

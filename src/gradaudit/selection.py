@@ -52,6 +52,20 @@ class Selection:
         # a role inside a parameter that is chosen whole is in already
         return {n: v for n, v in chosen.items() if n == v.parameter or v.parameter not in chosen}
 
+    def parameters(self, model: TextModel) -> tuple[str, ...]:
+        """Return the names of the parameters that are chosen whole, to freeze them.
+
+        Raises:
+            BadInputError: an expression that covers a parameter only in part (GPT-2's q alone is a third of one).
+        """
+        every, seen = model.parameters(), dict[str, int]()
+        for view in self.views(model).values():
+            seen[view.parameter] = seen.get(view.parameter, 0) + view(every[view.parameter]).numel()
+        for name, covered in seen.items():
+            if covered < every[name].numel():
+                raise BadInputError(f"freeze: '{name}' holds more than the roles named; freeze all of its roles")
+        return tuple(seen)
+
     def take(self, model: TextModel, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, View]]:
         """Return the chosen part of an update by view name, and the views; frozen parameters are left out.
 

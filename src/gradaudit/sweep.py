@@ -6,7 +6,13 @@ import copy
 import csv
 import itertools
 import json
+import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +22,12 @@ from pydantic import ValidationError
 
 from gradaudit import audit
 from gradaudit.case import Case, case_data, parse_case
-from gradaudit.errors import AuditError, BadInputError, unknown_name
+from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
+from gradaudit.leakage.compiled import asked as compile_steps
+from gradaudit.leakage.compiled import compiling
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.transformers import TransformersModel
+from gradaudit.process import ready_process
 from gradaudit.progress import step
 from gradaudit.record import SCORES, Record, Summary
 from gradaudit.utility import Utility, UtilityTable, kept_utility
@@ -26,7 +35,7 @@ from gradaudit.utility import Utility, UtilityTable, kept_utility
 MOST = 10_000
 """Points of one sweep: more are a slip of the pen."""
 TABLE, UTILITY = "sweep.csv", "utility"
-COSTS = ("accuracy", "f1", "mcc", "epsilon", "delta")
+COSTS = ("accuracy", "f1", "mcc", "mcc_low", "mcc_high", "epsilon", "delta")
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Result:
         error: why it could not be run.
         utility: what training with this client gives; None where it was not asked for or cannot be measured.
         no_utility: why it cannot be measured.
+        refused: the attack does not support the case, and said so before any batch.
     """
 
     point: Point
@@ -79,6 +89,12 @@ class Result:
     error: str | None = None
     utility: Utility | None = None
     no_utility: str | None = None
+    refused: bool = False
+
+    @property
+    def unsupported(self) -> bool:
+        """Whether the attack says that it does not support this case, so that there is nothing to score."""
+        return self.refused or (bool(self.records) and all(r.unsupported for r in self.records))
 
     @property
     def failed(self) -> str | None:
@@ -169,7 +185,7 @@ def _words(value: Any) -> str:
     return str(value)
 
 
-def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iterator[Result]:
+def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int = 1) -> Iterator[Result]:
     """Run every point into its own folder and yield what it gave; what is finished is read, not run again.
 
     Args:
@@ -177,17 +193,74 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iter
         base: folder that relative data paths start from.
         out: holds a folder a case, by its hash, and the table of all.
         device: where models go.
+        jobs: processes that share the points; results come in the points' order with one, as they are ready with more.
 
     Raises:
         BadInputError: the folder cannot be written.
     """
-    results: list[Result] = []
+    found: dict[int, Result] = {}
+    for number, result in (
+        _one_by_one(sweep, base, out, device) if jobs == 1 else _shared(sweep, base, out, device, jobs)
+    ):
+        found[number] = result
+        _write(out / TABLE, [found[n] for n in sorted(found)])
+        step("points", len(found), len(sweep.points))
+        yield result
+
+
+def _one_by_one(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iterator[tuple[int, Result]]:
     loaded: dict[str, TransformersModel] = {}
-    for number, point in enumerate(sweep.points, 1):
-        results.append(_run(point, sweep.utility, base, out, device, loaded))
-        _write(out / TABLE, results)
-        step("points", number, len(sweep.points))
-        yield results[-1]
+    for number, point in enumerate(sweep.points):
+        yield number, _run(point, sweep.utility, base, out, device, loaded)
+
+
+def _shared(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int) -> Iterator[tuple[int, Result]]:
+    """Run points in processes of their own; those of one client in the same, so that its utility is found once."""
+    groups: dict[str, list[tuple[int, Point]]] = {}
+    for number, point in enumerate(sweep.points):
+        client = {
+            k: v for k, v in point.case.resolved().items() if k not in ("attack", "knowledge", "selection", "name")
+        }
+        groups.setdefault(json.dumps(client, sort_keys=True, default=str), []).append((number, point))
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    with ProcessPoolExecutor(jobs, how, _ready, (os.getpid(), threads)) as pool:
+        waiting = [
+            pool.submit(_run_some, [p for _, p in group], sweep.utility, base, out, device, compile_steps())
+            for group in groups.values()
+        ]
+        numbers = dict(zip(waiting, groups.values(), strict=True))
+        try:
+            for done in as_completed(waiting):
+                yield from zip([n for n, _ in numbers[done]], done.result(), strict=True)
+        except BrokenProcessPool:
+            raise BadInputError(
+                "a process of the sweep was killed, perhaps for want of memory; finished points are kept, run it again "
+                "with fewer --jobs"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ready(parent: int, threads: int) -> None:
+    """Set a process up, and let it end when the one that started it is gone, however it went."""
+    ready_process()
+    torch.set_num_threads(threads)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_some(
+    points: Sequence[Point], cost: UtilityTable | None, base: Path, out: Path, device: torch.device, compiled: bool
+) -> list[Result]:
+    loaded: dict[str, TransformersModel] = {}
+    with compiling(compiled):
+        return [_run(point, cost, base, out, device, loaded) for point in points]
 
 
 def _run(
@@ -212,7 +285,7 @@ def _run(
             records.append(record)
             step(f"batches: {point.title}", len(records), len(ready.batches))
     except AuditError as error:
-        return Result(point, None, error=str(error))
+        return Result(point, None, error=str(error), refused=isinstance(error, NotSupportedError))
     summary = summarize(records)[0]
     if cost is None:
         return Result(point, summary, tuple(records))

@@ -110,7 +110,7 @@ def sweep_table(results: Sequence[Result]) -> Table:
     for result in results:
         found, values = result.summary, map(escape, result.point.values.values())
         if found is None or result.failed:
-            table.add_row(*values, "[yellow]not run[/yellow]")
+            table.add_row(*values, "not supported" if result.unsupported else "[yellow]not run[/yellow]")
             continue
         bound = "> " if {"defense-not-modeled", "dropout-not-modeled"} & set(found.flags) else ""
         one, exact = (f"{found.scores[name].mean or 0:.1f}" for name in ("rouge1", "exact"))

@@ -18,8 +18,9 @@ from torch import Tensor
 from gradaudit.audit import client_of
 from gradaudit.case import Case
 from gradaudit.data.source import Rows, make_batch
-from gradaudit.defenses.base import ExampleDefense
+from gradaudit.defenses.base import ExampleDefense, ModelDefense
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.mean_update import mean_update
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.progress import track
 from gradaudit.registry import describe
@@ -28,6 +29,8 @@ from gradaudit.types import Batch
 
 _AT_ONCE = 64
 """Sentences a forward pass of the test."""
+_RESAMPLES = 400
+"""Of the test rows, for the interval."""
 
 
 class UtilityTable(BaseModel):
@@ -54,6 +57,7 @@ class Utility:
         accuracy: share of the test rows that are classed right, 0 to 100.
         f1: F1 of class 1 (two classes) or the mean of all classes', 0 to 100.
         mcc: Matthews correlation coefficient, -100 to 100.
+        mcc_low, mcc_high: its 95% bootstrap interval over the test rows; of this one training, not of others.
         before: accuracy before any step, 0 to 100.
         train_rows, test_rows: how many.
         epsilon: that one training row has, by the smallest of the accountants; None where the defense has none.
@@ -65,6 +69,8 @@ class Utility:
     accuracy: float
     f1: float
     mcc: float
+    mcc_low: float
+    mcc_high: float
     before: float
     train_rows: int
     test_rows: int
@@ -89,9 +95,10 @@ def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Transformer
         NotSupportedError: next-word training, adapters.
     """
     path = folder / f"{_identity(case, how, model, rows)}.json"
+    clients = _clients(case, how)
     if path.is_file():
         try:
-            return Utility(**json.loads(path.read_text(encoding="utf8")))
+            return replace(Utility(**json.loads(path.read_text(encoding="utf8"))), clients=clients)
         except (ValueError, TypeError):
             pass  # cut short by a kill: measured again
     found = utility(case, how, model, rows)
@@ -115,7 +122,7 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
         raise NotSupportedError("utility of adapters is not measured yet; leave [utility] away with [lora]")
     train, test = _split(case, how, rows)
     size = case.data.batch_size
-    several = max(1, -(-how.batch_size // size))
+    several = _clients(case, how)
     defenses = case.build_defenses()
     guard = next((d for d in defenses if isinstance(d, ExampleDefense)), None)
     rest = len(defenses) > 1
@@ -136,16 +143,17 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
     if sampled and guard is not None:
         # noise of several clients, each with its own draw, has the law of one client's: then draws need no equal parts
         client = replace(client, defenses=(guard.of_several(several),), clients=1)
-    else:
-        client = replace(client, clients=several * client.clients)
     parameters = tuned.parameters()
     server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0)
     for step, chosen in enumerate(track(list(_draws(case, how, train, several * size, sampled)), "training")):
         rng = stream(case.seed, "utility", step)
         batch = _batch(tuned, rows, chosen) if chosen else None
-        update = (
-            client.update(batch, rng, expected=float(several * size)) if batch else client.silent(rng, several * size)
-        )
+        if batch is None:
+            update = client.silent(rng, several * size)
+        elif sampled:
+            update = client.update(batch, rng, expected=float(several * size))
+        else:
+            update = mean_update(client, batch, several, rng)
         with torch.no_grad():
             for name, p in parameters.items():
                 change = update.tensors.get(name)
@@ -165,6 +173,10 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
         clients=several,
         seconds=time.perf_counter() - began,
     )
+
+
+def _clients(case: Case, how: UtilityTable) -> int:
+    return max(1, -(-how.batch_size // case.data.batch_size))
 
 
 def _split(case: Case, how: UtilityTable, rows: Rows) -> tuple[list[int], list[int]]:
@@ -246,28 +258,36 @@ def _scores(model: TransformersModel, rows: Rows, test: list[int]) -> dict[str, 
     both: Any = {"task": "binary"} if model.spec.labels == 2 else classes | {"average": "macro"}
     kind: Any = {"task": "binary"} if model.spec.labels == 2 else classes
 
-    # of one class alone, said or true, the coefficient is 0 / 0: by convention 0; torchmetrics 1.9 says up to 32
-    told = all(bool((one != one[0]).any()) for one in (found, truth))
+    def mcc(some: Tensor) -> float:
+        # of one class alone, said or true, the coefficient is 0 / 0: by convention 0; torchmetrics 1.9 says up to 32
+        told = all(bool((one[some] != one[some[0]]).any()) for one in (found, truth))
+        return 100 * float(matthews_corrcoef(found[some], truth[some], **kind)) if told else 0.0
 
-    def percent(value: Tensor) -> float:
-        return 100 * float(value)
-
+    draw = stream(0, "bootstrap of test rows")
+    again = [mcc(torch.randint(len(test), (len(test),), generator=draw)) for _ in range(_RESAMPLES)]
+    low, high = torch.tensor(again).quantile(torch.tensor([0.025, 0.975])).tolist()
     return {
-        "accuracy": percent(accuracy(found, truth, **classes)),
-        "f1": percent(f1_score(found, truth, **both)),
-        "mcc": percent(matthews_corrcoef(found, truth, **kind)) if told else 0.0,
+        "accuracy": 100 * float(accuracy(found, truth, **classes)),
+        "f1": 100 * float(f1_score(found, truth, **both)),
+        "mcc": mcc(torch.arange(len(test))),
+        "mcc_low": low,
+        "mcc_high": high,
     }
 
 
 def _identity(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> str:
+    size = case.data.batch_size
+    # where nothing acts on an update, the mean of a round does not depend on who has which of its sentences
+    alike = case.client.optimizer == "none" and all(isinstance(d, ModelDefense) for d in case.build_defenses())
     data = {
         "model": model.fingerprint(),
         "rows": rows.sha256,
         "columns": [case.data.text, case.data.label],
         "seed": case.seed,
         "task": [case.task, case.loss],
-        "attacked size": case.data.batch_size,
-        "client": case.client.model_dump(mode="json"),
+        "round": size * _clients(case, how),
+        "attacked size": None if alike else size,
+        "client": case.client.model_dump(mode="json") | ({"clients": 1} if alike else {}),
         "defense": [json.loads(json.dumps(describe(d))) for d in case.build_defenses()],
         "utility": how.model_dump(mode="json"),
     }

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
+from gradaudit.models.base import TextModel
 from gradaudit.types import Knowledge, Observation, Reconstruction
+
+IN_SIGHT = frozenset({"freeze", "dropout"})
+"""Defenses that an update shows by what is absent from it, and `Knowledge.dropout` tells."""
+ZERO_MEAN = ("gaussian", "laplace", "quantize")
+"""Defenses that add to each coordinate what is 0 in the mean: the truth stays where distances of matching are least."""
 
 
 class Attack(ABC):
@@ -23,16 +29,26 @@ class Attack(ABC):
     """Names of `Knowledge` fields that must be given."""
     tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm")
     models_defenses: ClassVar[tuple[str, ...]] = ()
-    """Names of the defenses that the attack reckons with when told of them ("*": with any); an update with others gets
-    a flag."""
+    """Names of the defenses that the attack reckons with when told of them ("*": with any). Told of others on an update
+    or on examples' gradients it is not run; not told, or with others on the text, the record gets a flag."""
     models_dropout: ClassVar[bool] = False
     """True when the attack reckons with dropout; otherwise an update made with dropout on gets a flag."""
     exact_on_deltas: ClassVar[bool] = False
     """True when a weight change of several steps is read as what it is; otherwise it gets a flag."""
 
-    def reckons_with(self, defense: str) -> bool:
-        """Return whether the attack, as it is set, acts on knowing of a defense."""
-        return "*" in self.models_defenses or defense in self.models_defenses
+    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+        """Return whether the attack, as it is set, acts on knowing of a defense, or need not know of it.
+
+        Args:
+            defense: its name.
+            model: the model that is attacked; None for any.
+            batch_size: sentences; None where they are not known.
+        """
+        return not self.must_be_told(defense) or defense in self.models_defenses
+
+    def must_be_told(self, defense: str) -> bool:
+        """Return whether the attack can reckon with a defense only if it was told of it."""
+        return defense not in IN_SIGHT and "*" not in self.models_defenses
 
     @final
     def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

@@ -20,6 +20,7 @@ from gradaudit.leakage.joint import Joint, joint
 from gradaudit.leakage.noisy_growth import grow_under_noise
 from gradaudit.leakage.products import Products
 from gradaudit.leakage.subspace import Span, span
+from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -47,6 +48,7 @@ class Dager(Attack):
     """
 
     name: ClassVar[str] = "dager"
+    models_defenses: ClassVar[tuple[str, ...]] = ("clip", "gaussian", "laplace", "quantize")
     source: ClassVar[str] = (
         "DAGER (Petrov et al., NeurIPS 2024). Ours by default: Q, K and V stacked in float64, rank and thresholds by "
         "the widest gap; prefixes that end inside a longer sentence found through the last block's queries"
@@ -178,6 +180,11 @@ class Dager(Attack):
             return None
         paper = self.rank == "paper"
         return span(seen, layer, self.roles, fixed_rank=paper, noise=not paper)
+
+    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+        # noise is told from what a batch spans where prefixes grow; products of an encoder's sets are not
+        grows = model is None or model.causal or defense == "clip"
+        return grows and super().reckons_with(defense, model, batch_size)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 3  # the vocabulary check and a decoder's growth; an encoder's products are not foreseen

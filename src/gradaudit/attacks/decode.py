@@ -50,6 +50,12 @@ class Decode(Attack):
     source: ClassVar[str] = "ours: docs/exact-decoding.md; decoding by linear programs after Candes and Tao (2005)"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm")
     models_dropout: ClassVar[bool] = True
+    models_defenses: ClassVar[tuple[str, ...]] = (
+        *("clip", "dp-sgd", "gaussian", "laplace", "normalized-gaussian"),
+        *("quantize", "random-pruning", "sign", "topk"),
+    )
+    """It reads what was done off the spectrum: scales leave row spaces as they are, and where the space is full words
+    are ranked against the noise that is there."""
     candidates: int = hyper(
         200,
         "dropout on: tokens a position that are decoded, nearest to the span first; at least as many as the rank",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
@@ -38,6 +38,7 @@ class Dlg(Attack):
     source: ClassVar[str] = (
         "DLG (Zhu et al., NeurIPS 2019), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
+    models_defenses: ClassVar[tuple[str, ...]] = ZERO_MEAN
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
@@ -22,6 +22,7 @@ from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.refit import Refit
 from gradaudit.leakage.replay import objective_of
 from gradaudit.leakage.subspace import stack
+from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 from gradaudit.unfinished import keep, kept
@@ -47,7 +48,7 @@ class Grab(Attack):
     source: ClassVar[str] = "Grab (Feng et al., ACM CCS 2024), sections 4 and 5"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    models_defenses: ClassVar[tuple[str, ...]] = ("normalized-gaussian", "random-pruning", "topk")
+    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, "normalized-gaussian", "random-pruning", "topk")
     models_dropout: ClassVar[bool] = True
     rounds: int = hyper(5, "rounds of continuous and discrete search", source="section 5.1")
     steps: int = hyper(2000, "AdamW steps a round", source="section 5.1")
@@ -119,8 +120,9 @@ class Grab(Attack):
         steps = self.rounds * (self.steps + self.refit * self.refit_steps)
         return int(STEP * steps + CANDIDATE * (self.rounds * 2 * beams + orders))
 
-    def reckons_with(self, defense: str) -> bool:
-        return self.counter and super().reckons_with(defense)
+    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+        plain = defense not in ("normalized-gaussian", "random-pruning", "topk")
+        return (self.counter or plain) and super().reckons_with(defense, model, batch_size)
 
     def distance(self, seen: Observation) -> Distance:
         """Return what is measured, with the counters to the defenses that were told.

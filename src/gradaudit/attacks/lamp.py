@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.descent import Descent, Point, Schedule, better
@@ -41,6 +41,7 @@ class Lamp(Attack):
 
     name: ClassVar[str] = "lamp"
     source: ClassVar[str] = "LAMP (Balunovic et al., NeurIPS 2022), sections 4 and 5, appendix A"
+    models_defenses: ClassVar[tuple[str, ...]] = ZERO_MEAN
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     distance: str = hyper("cos", "'cos' or 'l2+l1'", source="section 5")
@@ -82,6 +83,11 @@ class Lamp(Attack):
         self._at_least(1, "starts", "every", "screen", "assumed_length")
         self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
         self._at_least(0, "norm", "silent")
+
+    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+        # the cosine of each tensor does not see a scale: clipping of the whole, or of the one sentence there is
+        scaled = defense in ("clip", "normalized-gaussian") or (defense == "dp-sgd" and batch_size == 1)
+        return (scaled and self.distance == "cos") or super().reckons_with(defense, model, batch_size)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         measured: Distance = Cosine(self.silent) if self.distance == "cos" else SquaredL2(0.01)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
 from gradaudit.leakage.matching import STEP
@@ -28,6 +28,7 @@ class Tag(Attack):
     source: ClassVar[str] = (
         "TAG (Deng et al., EMNLP Findings 2021), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
+    models_defenses: ClassVar[tuple[str, ...]] = ZERO_MEAN
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")

@@ -50,6 +50,47 @@ class UpdateDefense(Defense):
             rng: the defense's own random stream (on the CPU).
         """
 
+    def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
+        """Return a draw of the mean of what so many clients send, where the mean of their updates decides its law.
+
+        Args:
+            mean: of the clients' updates, before the defense.
+            clients: each of which defends its own.
+            rng: the defense's own random stream (on the CPU).
+
+        Returns:
+            None where it does not: each client's own update is needed then.
+        """
+        return None
+
+    def on_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        """Return what several clients send, [clients, ...] like what they give; `on_update` for each by default."""
+        count = len(next(iter(several.values())))
+        sent = [self.on_update({name: value[n] for name, value in several.items()}, rng) for n in range(count)]
+        return {name: torch.stack([one[name] for one in sent]) for name in several}
+
+    def mean_of_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        """Return a draw of the mean of what several clients send; see `on_each`."""
+        return {name: value.mean(0) for name, value in self.on_each(several, rng).items()}
+
+
+class ModelDefense(Defense):
+    """A defense on what is trained, and how: it changes no update, and says so before there is one."""
+
+    acts_on: ClassVar[str] = "model"
+
+    def frozen(self, model: TextModel) -> tuple[str, ...]:
+        """Return the names of the parameters that are neither trained nor sent.
+
+        Raises:
+            BadInputError: a choice that the model does not have.
+        """
+        return ()
+
+    def dropout(self) -> float | None:
+        """Return the dropout rate in force at every place that drops out; None leaves it to the client."""
+        return None
+
 
 class RoleDefense(Defense):
     """A defense that treats matrices by their roles: some are not trained, others changed before they leave."""

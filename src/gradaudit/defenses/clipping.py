@@ -40,5 +40,15 @@ class Clip(UpdateDefense):
             name: value * self._factor(norms[name] if self.per_tensor else whole) for name, value in tensors.items()
         }
 
+    def on_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        norms = {name: torch.linalg.vector_norm(value.flatten(1), dim=1) for name, value in several.items()}
+        whole = torch.stack(list(norms.values())).square().sum(0).sqrt()
+        out = {}
+        for name, value in several.items():
+            norm = norms[name] if self.per_tensor else whole
+            factor = (self.norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
+            out[name] = value * factor.view(-1, *[1] * (value.dim() - 1))
+        return out
+
     def _factor(self, norm: float) -> float:
         return min(1.0, self.norm / norm) if norm > 0 else 1.0

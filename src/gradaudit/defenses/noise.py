@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradaudit.defenses.base import UpdateDefense, above_zero
 from gradaudit.registry import hyper, register
+from gradaudit.streams import draw_seed
 
 
 @register
@@ -38,6 +41,12 @@ class Gaussian(UpdateDefense):
             for name, value in tensors.items()
         }
 
+    def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
+        if self.relative:
+            return None
+        # independent noises: the mean of n has a standard deviation of sigma / sqrt(n)
+        return replace(self, sigma=self.sigma / math.sqrt(clients)).on_update(mean, rng)
+
     def _scale(self, value: Tensor) -> float:
         return self.sigma * (float(value.square().mean().sqrt()) if self.relative else 1.0)
 
@@ -61,12 +70,22 @@ class NormalizedGaussian(UpdateDefense):
         above_zero(self.name, "sigma", self.sigma)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        out = {}
-        for name, value in tensors.items():
-            unit = value / value.norm().clamp_min(torch.finfo(value.dtype).tiny)
-            noise = torch.randn(value.shape, generator=rng, dtype=value.dtype).to(value.device)
-            out[name] = unit + self.sigma * noise
-        return out
+        return self._noise().on_update({name: _unit(value) for name, value in tensors.items()}, rng)
+
+    def mean_of_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        count = len(next(iter(several.values())))
+        units = {name: torch.stack([_unit(one) for one in value]).mean(0) for name, value in several.items()}
+        found = self._noise().on_mean(units, count, rng)
+        assert found is not None
+        return found
+
+    def _noise(self) -> Gaussian:
+        return Gaussian(self.sigma)
+
+
+def _unit(value: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(value)
+    return value / norm.clamp_min(torch.finfo(value.dtype).tiny)
 
 
 @register
@@ -88,6 +107,16 @@ class Laplace(UpdateDefense):
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         return {name: value + self._noise(value, rng) for name, value in tensors.items()}
+
+    def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
+        # a sum of n exponential draws is one gamma draw of shape n; torch draws those without a generator of one's own
+        draw = np.random.default_rng(draw_seed(rng))
+
+        def noise(value: Tensor) -> Tensor:
+            one, other = (draw.standard_gamma(clients, tuple(value.shape), dtype=np.float32) for _ in range(2))
+            return torch.as_tensor(one - other).to(value) * (self.scale / clients)
+
+        return {name: value + noise(value) for name, value in mean.items()}
 
     def _noise(self, value: Tensor, rng: torch.Generator) -> Tensor:
         # two exponential draws differ by a Laplace one; torch.distributions takes no generator

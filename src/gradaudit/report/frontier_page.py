@@ -73,8 +73,8 @@ def frontier_svg(found: Frontier) -> Markup:
     Args:
         found: the frontier; its points are numbered in its order.
     """
-    mccs = [p.utility.mcc for p in found.points] or [0.0]
-    low, high = min(0.0, *mccs), max(10.0, *mccs) * 1.05
+    mccs = [end for p in found.points for end in (p.utility.mcc_low, p.utility.mcc_high)]
+    low, high = min([0.0, *mccs]), max([10.0, *mccs]) * 1.05
 
     def across(value: float) -> float:
         return _LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT)
@@ -114,7 +114,7 @@ def frontier_svg(found: Frontier) -> Markup:
     labels: dict[tuple[float, float], str] = {}
     for number, point in enumerate(found.points, 1):
         x, y = across(point.utility.mcc), down(point.leak.mean or 0.0)
-        parts += _drawn(point, x, down, point == found.chosen)
+        parts += _drawn(point, across, down, point == found.chosen)
         near = next((at for at in labels if math.dist(at, (x, y)) < _APART), None)
         label = f"{number}{'↑' if point.bound else ''}"  # at least so much
         labels[near or (x, y)] = label if near is None else f"{labels[near]}, {label}"
@@ -124,9 +124,13 @@ def frontier_svg(found: Frontier) -> Markup:
     return Markup("".join([*parts, "</svg>"]))
 
 
-def _drawn(point: OperatingPoint, x: float, down: Callable[[float], float], chosen: bool) -> list[str]:
-    y = down(point.leak.mean or 0.0)
-    parts = []
+def _drawn(
+    point: OperatingPoint, across: Callable[[float], float], down: Callable[[float], float], chosen: bool
+) -> list[str]:
+    cost = point.utility
+    x, y = across(cost.mcc), down(point.leak.mean or 0.0)
+    span = f"M{across(cost.mcc_low):.1f} {y:.1f}H{across(cost.mcc_high):.1f}"
+    parts = [f'<path d="{span}" stroke="currentColor" opacity="0.25"/>']
     if point.leak.low is not None and point.leak.high is not None:
         span = f"M{x:.1f} {down(point.leak.low):.1f}V{down(point.leak.high):.1f}"
         parts.append(f'<path d="{span}" stroke="currentColor" opacity="0.4"/>')

@@ -1,0 +1,101 @@
+"""The mean update of a round's clients, what a server applies: made together where its law is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradaudit.client import Client
+from gradaudit.defenses.base import ModelDefense, UpdateDefense
+from gradaudit.streams import draw_seed, stream
+from gradaudit.types import Batch, Update
+
+_ALONE = 4
+"""Sentences of a client from which on its gradient is computed by itself: below, each sentence's own are cheaper."""
+
+
+def mean_update(client: Client, batch: Batch, clients: int, rng: torch.Generator) -> Update:
+    """Return a draw of the mean update of several clients, each with an equal part of the batch.
+
+    It has the law of `Client(clients=...)`'s, which computes and defends every client's update by itself. Here single
+    gradients with defenses on the update alone are made together: without a defense the mean is the whole batch's
+    gradient, noise that does not look at the update is drawn once, of the mean's law, and where each client's gradient
+    is needed, those of single sentences come out of one pass.
+
+    Args:
+        client: one of the clients; its own `clients` is how many share one's batch (secure aggregation).
+        batch: the sentences of all.
+        clients: how many.
+        rng: the round's random stream.
+
+    Raises:
+        BadInputError: as `Client.update`; or the extra `dp` is missing, which makes single sentences' gradients.
+    """
+    several = clients * client.clients
+    defenses = [d for d in client.defenses if isinstance(d, UpdateDefense)]
+    trained = tuple(d for d in client.defenses if isinstance(d, ModelDefense))
+    plain = client.training.optimizer == "none" and len(defenses) + len(trained) == len(client.defenses)
+    if not plain or several == 1 or len(batch.ids) % several or batch.labels is None:
+        return replace(client, clients=several).update(batch, rng)
+    bare = replace(client, defenses=trained, clients=1)
+    seed = draw_seed(rng)
+    found = _whole(bare, batch, stream(seed, "mean")) if _by_mean(defenses, several) else None
+    tensors: Mapping[str, Tensor]
+    if found is not None:
+        tensors, left = found, defenses
+    else:
+        own = _own_gradients(bare, batch, several, seed)
+        first = next(n for n in range(len(defenses) + 1) if _by_mean(defenses[n:], several))
+        for place, defense in enumerate(defenses[: first - 1]):
+            own = defense.on_each(own, stream(seed, "defense", place))
+        tensors = defenses[first - 1].mean_of_each(own, stream(seed, "defense", first - 1))
+        left = defenses[first:]
+    for place, defense in enumerate(left, len(defenses) - len(left)):
+        noisy = defense.on_mean(tensors, several, stream(seed, "defense", place))
+        assert noisy is not None
+        tensors = noisy
+    return replace(client, clients=several).made(tensors)
+
+
+def _by_mean(defenses: list[UpdateDefense], clients: int) -> bool:
+    """Say whether the mean of the updates decides the law of what is sent."""
+    nothing: dict[str, Tensor] = {}
+    return all(d.on_mean(nothing, clients, torch.Generator()) is not None for d in defenses)
+
+
+def _whole(client: Client, batch: Batch, rng: torch.Generator) -> Mapping[str, Tensor]:
+    """Return the gradient of the whole batch."""
+    order, parts = _by_length(batch)
+    return replace(client, clients=parts).update(_rows(batch, order), rng).tensors
+
+
+def _by_length(batch: Batch) -> tuple[Tensor, int]:
+    """Return the sentences, short ones first, and in how many parts they are computed: less padding in each."""
+    size = len(batch.ids)
+    parts = next((n for n in (4, 2) if size % n == 0 and size >= 8 * n), 1)
+    return batch.mask.sum(1).argsort(stable=True), parts
+
+
+def _rows(batch: Batch, rows: Tensor) -> Batch:
+    labels = None if batch.labels is None else batch.labels[rows]
+    return Batch(batch.ids[rows], batch.mask[rows], labels, tuple(batch.texts[int(n)] for n in rows))
+
+
+def _own_gradients(client: Client, batch: Batch, clients: int, seed: int) -> dict[str, Tensor]:
+    """Return each client's gradient, [clients, ...] by parameter name."""
+    size = len(batch.ids) // clients
+    if size >= _ALONE:
+        own = (batch.part(slice(n * size, (n + 1) * size)) for n in range(clients))
+        every = [client.update(part, stream(seed, "client", n)).tensors for n, part in enumerate(own)]
+        return {name: torch.stack([one[name] for one in every]) for name in every[0]}
+    order, parts = _by_length(batch)
+    some = [
+        client.example_gradients(_rows(batch, rows), stream(seed, "mean", n))
+        for n, rows in enumerate(order.chunk(parts))
+    ]
+    back = order.argsort().to(client.model.device)
+    found = {name: torch.cat([one[name] for one in some])[back] for name in some[0]}
+    return {name: value.view(clients, size, *value.shape[1:]).mean(1) for name, value in found.items()}
