@@ -19,7 +19,7 @@ import tiny_models
 from gradaudit import audit, registry
 from gradaudit.attacks.base import Attack
 from gradaudit.case import parse_case
-from gradaudit.errors import BadInputError, MissingKnowledgeError
+from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.record import Record, Texts, read_lines
 from gradaudit.types import Observation, Reconstruction
 
@@ -159,12 +159,16 @@ def test_local_steps_that_were_replayed_were_not_read_as_one_gradient(folders, d
 
 
 def test_flags_name_what_was_done(folders, data: Path, tmp_path: Path):
-    ready = make(
-        folders, data, "bert", client={"dropout": True}, defense=[{"name": "gaussian", "sigma": 0.1, "relative": False}]
-    )
+    noise = {"name": "gaussian", "sigma": 0.1, "relative": False}
+    unaware = {"defenses": False}
+    ready = make(folders, data, "bert", client={"dropout": True}, defense=[noise], knowledge=unaware)
     record, _ = audit.audit_batch(ready, 0)
     assert {"dropout-not-modeled", "defense-not-modeled", "word-rows-shared"} <= set(record.flags)
-    assert record.knowledge["defenses"] == [{"name": "gaussian", "sigma": 0.1, "relative": False}]
+    assert "defenses" not in record.knowledge
+    with pytest.raises(NotSupportedError, match="no counter to 'gaussian' here, of which it was told"):
+        make(folders, data, "bert", defense=[noise])
+    told = make(folders, data, "bert", defense=[noise], attack={"name": "decode"})
+    assert audit.audit_batch(told, 0)[0].knowledge["defenses"] == [noise]
     quiet, _ = audit.audit_batch(make(folders, data, "bert", selection={"tensors": "0-1:q,k,v"}), 0)
     assert not {"dropout-not-modeled", "defense-not-modeled", "word-rows-shared"} & set(quiet.flags)
     assert quiet.share_of_parameters < 0.5

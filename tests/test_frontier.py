@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,7 +24,8 @@ def interval(mean: float) -> Interval:
 
 def result(
     sigma: float | None, leak: float, mcc: float, attack: str = "dager", size: int = 1, flags: tuple[str, ...] = (),
-    failed: int = 0, epsilon: float | None = None, exact: float = 0.0, **over: Any,
+    failed: int = 0, epsilon: float | None = None, exact: float = 0.0,
+    unsupported: bool = False, **over: Any,
 ) -> Result:  # fmt: skip
     defense = [] if sigma is None else [{"name": "gaussian", "sigma": sigma}]
     case = parse_case({"attack": {"name": attack}, "defense": defense, "data": {"batch_size": size}} | over)
@@ -42,7 +44,7 @@ def result(
         flags=flags,
     )
     cost = Utility(80.0, 80.0, mcc, mcc - 5.0, mcc + 5.0, 50.0, 100, 50, epsilon, 1e-3, 16, 1.0)
-    record: Any = type("R", (), {"error": "broken", "sentences": ()})
+    record: Any = type("R", (), {"error": "broken", "sentences": (), "unsupported": unsupported})
     return Result(Point({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
 
 
@@ -189,3 +191,19 @@ def test_a_model_worse_than_chance_stays_on_the_drawing(mcc: float):
     root = ElementTree.fromstring(str(frontier_svg(found)))
     (x,) = (float(c.get("cx", 0)) for c in root.iter("circle") if c.get("r") == "4")
     assert 50 <= x <= 545
+
+
+def test_an_attack_that_is_not_supported_is_said_and_makes_no_lower_bound():
+    refused = replace(result(1e-3, 0, 50, "tag"), summary=None, error="no counter", records=(), refused=True)
+    (found,) = frontiers([result(None, 90, 70), result(1e-3, 12, 50, "decode"), refused])
+    point = next(p for p in found.points if p.client != "none")
+    assert (point.attack, point.bound, point.unsupported) == ("decode", False, ("tag",))
+    assert found.missing == ("gaussian sigma=0.001, tag: not supported",)
+    assert found.chosen == point
+
+
+def test_what_no_attack_supports_is_no_point():
+    gone = result(1e-3, 0, 50, "decode", failed=4, unsupported=True)
+    (found,) = frontiers([result(None, 90, 70), gone])
+    assert [p.client for p in found.points] == ["none"]
+    assert found.missing == ("gaussian sigma=0.001, decode: not supported",)

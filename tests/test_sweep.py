@@ -35,7 +35,7 @@ def sweep(folders, tmp_path: Path) -> Path:
         '[data]\npath = "rows.csv"\nlabel = "label"\nbatches = 2\n'
         '[attack]\nname = "dager"\n'
         "[axes]\ndata.batch_size = [1, 2]\n"
-        'defense = [[], [{name = "gaussian", sigma = 10.0}], [{name = "clip", norm = 0.5}, {name = "sign"}]]\n'
+        'defense = [[], [{name = "gaussian", sigma = 10.0}], [{name = "clip", norm = 0.5}, {name = "quantize", bits = 4}]]\n'
     )
     return path
 
@@ -48,7 +48,9 @@ def table(folder: Path) -> list[dict[str, str]]:
 def test_every_combination_is_a_point_the_last_axis_fastest(sweep: Path):
     points = load_sweep(sweep).points
     assert [(p.values["data.batch_size"], p.values["defense"]) for p in points] == [
-        (size, defense) for size in ("1", "2") for defense in ("none", "gaussian sigma=10.0", "clip norm=0.5; sign")
+        (size, defense)
+        for size in ("1", "2")
+        for defense in ("none", "gaussian sigma=10.0", "clip norm=0.5; quantize bits=4")
     ]
     assert [p.case.data.batch_size for p in points] == [1, 1, 1, 2, 2, 2]
     assert [len(p.case.defense) for p in points] == [0, 1, 2, 0, 1, 2]
@@ -76,8 +78,7 @@ def test_points_are_run_scored_and_written_and_a_second_run_attacks_nothing(swee
     rows = table(out)
     assert [row["defense"] for row in rows] == [p.values["defense"] for p in asked.points]
     assert [float(row["exact mean"]) for row in rows] == exact
-    assert "defense-not-modeled" in rows[1]["flags"]
-    assert "defense-not-modeled" not in rows[0]["flags"]
+    assert not any("defense-not-modeled" in row["flags"] for row in rows), "it was told, and has a counter"
     monkeypatch.setattr(audit, "audit_batch", lambda *_: pytest.fail("attacked again"))
     again = list(run_sweep(asked, tmp_path, out, CPU))
     assert [r.summary for r in again] == [r.summary for r in results]
@@ -214,3 +215,20 @@ def _runs(process: int) -> bool:
         return "Z" not in Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return False
+
+
+def test_an_attack_without_a_counter_is_not_run_where_it_was_told_of_the_defense(sweep: Path, tmp_path: Path):
+    text = (
+        sweep.read_text().split("defense = ")[0]
+        + 'defense = [[], [{name = "sign"}]]\nknowledge.defenses = [true, false]\n'
+    )
+    sweep.write_text(text)
+    told = RUN.invoke(app, ["sweep", str(sweep), "--out", str(tmp_path / "out"), "--set", "data.batches=1"])
+    assert told.exit_code == 0, told.output
+    rows = table(tmp_path / "out")
+    signed = [row for row in rows if row["defense"] == "sign"]
+    assert all("no counter to 'sign'" in row["error"] for row in signed if row["knowledge.defenses"] == "True")
+    unaware = [row for row in signed if row["knowledge.defenses"] == "False"]
+    assert all(row["error"] == "" and "defense-not-modeled" in row["flags"] for row in unaware)
+    assert len(unaware) == 2
+    assert "not supported" in told.stdout
