@@ -45,6 +45,9 @@ class UtilityTable(BaseModel):
     learning_rate: float = Field(
         default=1e-4, gt=0, allow_inf_nan=False, description="of the server's AdamW; weight changes are added"
     )
+    warmup: float = Field(
+        default=0.1, ge=0, le=1, description="share of the rounds in which the learning rate rises to its value"
+    )
     test_rows: int = Field(default=500, ge=2, description="rows that are tested on and never trained on")
     delta: float | None = Field(default=None, gt=0, lt=1, description="of epsilon; a tenth of one in the training rows")
 
@@ -160,6 +163,9 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
                 if update.kind == "delta" and change is not None:
                     p.add_(change)
                 p.grad = change if update.kind == "gradient" else None
+        rising = 1.0 if not how.warmup else min(1.0, (step + 1) / (how.warmup * how.steps))
+        for group in server.param_groups:
+            group["lr"] = how.learning_rate * rising
         server.step()
         tuned.weights_changed()
     delta = how.delta or 0.1 / len(train)
