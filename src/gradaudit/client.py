@@ -119,6 +119,10 @@ class Client:
         frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
         return frozen, {n: p for n, p in self.model.parameters().items() if n not in frozen}
 
+    def trained(self) -> tuple[str, ...]:
+        """Return the names of the parameters that are trained and sent."""
+        return tuple(self._trained()[1])
+
     def _made(self, tensors: Mapping[str, Tensor], frozen: tuple[str, ...]) -> Update:
         return Update(
             tensors=tensors,
