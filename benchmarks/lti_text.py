@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/lti_text.py defenses rows --data /work/shared/data/wikitext2
 
-Groups: `defenses` (LTI-P, LTI, TAG, decode and blind under each defense), `rows` (LTI by the number of public windows), `speed`
-(simulated updates a second, one by one and many at a time). Run again to go on: a cell that is finished is read.
+Groups: `defenses` (LTI-P, LTI, TAG, decode and blind under each defense), `rows` (LTI by the number of public windows),
+`speed` (simulated updates a second, one by one and many at a time). Run again to go on: a finished cell is read.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Cell:
 def make_model(data: Path, folder: Path) -> None:
     """Write LTI's target: GPT-2's shape at its sizes, and GPT-2's tokenizer cut to the public split's frequent tokens.
 
-    Tokens are taken by their frequency in the public split, each with the pieces that it is merged from, until there are
-    `WORDS`; other merges are left out. So every text has tokens, and none is unknown: rare words come in pieces.
+    Tokens are taken by their frequency in the public split, each with the pieces that it is merged from, until there
+    are `WORDS`; other merges are left out. So every text has tokens, and none is unknown: rare words come in pieces.
     """
     if (folder / "config.json").exists():
         return
@@ -145,6 +145,13 @@ def rows() -> list[Cell]:
 
 
 GROUPS = {"defenses": defenses, "rows": rows}
+SETTING = (
+    f"Windows of {LENGTH} tokens of WikiText-2: private ones of {PRIVATE}, public ones of {PUBLIC}, which share no "
+    "eight tokens in a row with a private one. Target: 3 blocks, width 96, random weights (deviation 0.02), pre-norm, "
+    f"causal, {WORDS} of GPT-2's tokens that are frequent in the public split; word embedding and output layer frozen, "
+    "next-token loss, B = 1. Failures count 0; accuracy is by position. LTI's network: "
+    f"{json.dumps(NET)}. Published: LTI's own table: 50,257 tokens, bins 10% of the size, more text, more epochs."
+)
 HEADER = (
     "| defense | attack | public windows | private windows | accuracy | R-1 | R-2 | R-L | blind accuracy | blind R-L "
     "| s training | s a window | failed | published: accuracy/R-1/R-2/R-L |\n" + "|---" * 14 + "|"
@@ -242,15 +249,7 @@ def main() -> None:
             seconds = float(note.read_text()) if note.exists() else None
             lines.append(row(cell, records, seconds))
             print(lines[-1], flush=True)
-            head = (
-                f"{about} Windows of {LENGTH} tokens of WikiText-2: private ones of {PRIVATE}, public ones of {PUBLIC} (none "
-                "shares eight tokens in a row with a private one). Target: 3 blocks, width 96, random weights (standard "
-                f"deviation 0.02), pre-norm and causal, {WORDS} tokens of GPT-2's own that are frequent in the public split; "
-                "word embedding and output layer frozen, next-token loss, B = 1. Failures count 0; accuracy is by position. "
-                f"LTI: {json.dumps(NET)}. Published: LTI's own table: 50,257 tokens, bins 10% of the size, WikiText's "
-                "training split, twenty epochs."
-            )
-            write_table(given.write / f"{group}.md", head, "\n".join([HEADER, *lines]))
+            write_table(given.write / f"{group}.md", f"{about} {SETTING}", "\n".join([HEADER, *lines]))
 
 
 if __name__ == "__main__":

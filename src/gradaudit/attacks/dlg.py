@@ -9,6 +9,7 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError
+from gradaudit.leakage.counters import COUNTERED, countered
 from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
 from gradaudit.leakage.matching import STEP
@@ -39,6 +40,7 @@ class Dlg(Attack):
         "DLG (Zhu et al., NeurIPS 2019), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
+    models_defenses: ClassVar[tuple[str, ...]] = COUNTERED
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
     restarts: int = hyper(1, "independent starts, minimized together", source="LAMP, appendix: baselines")
@@ -52,6 +54,11 @@ class Dlg(Attack):
     )
     learn_labels: bool = hyper(
         False, "learn labels even where they are given or can be read", source="DLG, algorithm 1, does", later=True
+    )
+    counter: bool = hyper(
+        True,
+        "measure wrong signs, what was sent, or unit norms, against defenses it was told of",
+        source="LTI, section 4; Grab, 5.4 and 5.5",
     )
     replayed_steps: int = hyper(
         8,
@@ -70,11 +77,14 @@ class Dlg(Attack):
                 f"attack 'dlg': optimizer must be one of {', '.join(_OPTIMIZERS)}, got '{self.optimizer}'"
             )
 
+    def reckons_with(self, defense: str) -> bool:
+        return self.counter and super().reckons_with(defense)
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         return match(
             seen,
             rng,
-            SquaredL2(),
+            countered(SquaredL2(), seen, self.name) if self.counter else SquaredL2(),
             steps=self.steps,
             learning_rate=self.learning_rate,
             restarts=self.restarts,

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.counters import COUNTERED, countered
 from gradaudit.leakage.descent import Descent, Point, Schedule, better
 from gradaudit.leakage.distances import Cosine, Distance, SquaredL2
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
@@ -42,6 +43,7 @@ class Lamp(Attack):
     name: ClassVar[str] = "lamp"
     source: ClassVar[str] = "LAMP (Balunovic et al., NeurIPS 2022), sections 4 and 5, appendix A"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
+    models_defenses: ClassVar[tuple[str, ...]] = COUNTERED
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     distance: str = hyper("cos", "'cos' or 'l2+l1'", source="section 5")
     starts: int = hyper(500, "Gaussian starts, of which the best is taken", source="appendix A")
@@ -66,6 +68,11 @@ class Lamp(Attack):
     )
     prior: str = hyper("", "causal language model that judges edits; empty for none", source="section 4.2")
     prior_weight: float = hyper(-1.0, "its weight; below 0 takes the paper's (0.2 for cos, 60 for l2+l1)")
+    counter: bool = hyper(
+        True,
+        "measure wrong signs, what was sent, or unit norms, against defenses it was told of",
+        source="LTI, section 4; Grab, 5.4 and 5.5",
+    )
     replayed_steps: int = hyper(
         8,
         "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
@@ -83,8 +90,13 @@ class Lamp(Attack):
         self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
         self._at_least(0, "norm", "silent")
 
+    def reckons_with(self, defense: str) -> bool:
+        return self.counter and super().reckons_with(defense)
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         measured: Distance = Cosine(self.silent) if self.distance == "cos" else SquaredL2(0.01)
+        if self.counter:
+            measured = countered(measured, seen, self.name)
         objective = objective_of(seen, measured, self.replayed_steps)
         frame = frame_of(seen, self.assumed_length)
         labels = first_labels(seen, frame)
