@@ -28,19 +28,9 @@ FILES = {
     for path in ROOT.rglob("*.py")
 }
 FORBIDDEN = (
-    "client",
-    "simulate",
-    "fitting",
-    "judge",
-    "audit",
-    "case",
-    "data.source",
-    "metrics",
-    "defenses",
-    "report",
-    "record",
+    "client", "simulate", "fitting", "judge", "audit", "case", "data.source", "metrics", "defenses", "report", "record",
     "cli",
-)
+)  # fmt: skip
 """What the attack's side may not import, at any depth."""
 MAY_JOIN = {"gradaudit.judge", "gradaudit.audit", "gradaudit.demo", "gradaudit.cli"}
 """Modules that may see both a Batch and what an attack makes of it."""
