@@ -11,7 +11,7 @@ from torch import Tensor
 from gradaudit.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.descent import Descent, Schedule, minimize
-from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, SquaredL2
+from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
 from gradaudit.leakage.layout import layout, longest_position
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Objective, as_gradient, nearest_tokens, without, word_gradient_hidden
@@ -45,6 +45,13 @@ DISTANCES = {
     "normalized": (Normalized(L2()), lambda p, o: plain_l2([a / a.norm() for a in p], o)),
     "normalized cosine": (Normalized(Cosine()), plain_cosine),
     "support": (OnSupport(L2()), plain_on_support),
+    "wrong signs": (
+        WrongSigns(0.01),
+        lambda p, o: sum(
+            torch.relu(-a * b.sign()).square().sum() + 0.01 * torch.relu(-a * b.sign()).sum()
+            for a, b in zip(p, o, strict=True)
+        ),
+    ),
     "support cosine": (
         OnSupport(Cosine()),
         lambda p, o: plain_cosine([a * (b != 0) for a, b in zip(p, o, strict=True)], o),

@@ -170,7 +170,8 @@ def test_a_sweep_measures_each_client_once_and_writes_what_it_costs(folders, row
     monkeypatch.setattr(gradaudit.utility, "utility", lambda *a: calls.append(1) or real(*a))
     results = list(run_sweep(load_sweep(path), tmp_path, tmp_path / "out", CPU))
     assert len(calls) == 2
-    assert [r.utility.epsilon is None for r in results if r.utility] == [True, False, True, False]
+    assert [r.utility.epsilon is None for r in results if r.utility] == [True, False, True]
+    assert [r.unsupported for r in results] == [False, False, False, True], "dager has no counter to dp-sgd here"
     told = CliRunner().invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out")])
     assert told.exit_code == 0, told.output
     assert len(calls) == 2
@@ -287,12 +288,15 @@ def test_everything_that_decides_it_is_in_its_name(folders, rows, tmp_path):
     others = [
         given(folders, rows, client={"dropout": True}),
         given(folders, rows, defense=[{"name": "sign"}]),
-        given(folders, rows, data={"path": str(rows), "label": "label", "batch_size": 2}),
+        given(folders, rows, data={"path": str(rows), "label": "label", "batch_size": 3}),
+        given(folders, rows, data={"path": str(rows), "label": "label", "batch_size": 2}, defense=[{"name": "sign"}]),
         given(folders, rows, UtilityTable(steps=81, batch_size=8, learning_rate=3e-3, test_rows=60)),
         given(folders, rows, seed=1),
     ]
     rows.write_text(rows.read_text() + "one more,1\n")
     others.append(given(folders, rows))
+    same = given(folders, rows, data={"path": str(rows), "label": "label", "batch_size": 2})
+    assert gradaudit.utility._identity(*same) == gradaudit.utility._identity(*others[-1]), "a round's mean is the same"
     names = {gradaudit.utility._identity(*one) for one in (base, *others)}
     assert len(names) == 1 + len(others)
 

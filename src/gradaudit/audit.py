@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,9 +21,12 @@ from gradaudit.attacks.base import Attack, ModelChangedError
 from gradaudit.case import Case
 from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
+from gradaudit.data.windows import windows
 from gradaudit.defenses.base import ExampleDefense, UpdateDefense
 from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError, NotSupportedError
+from gradaudit.fitting import INVERTERS, fitted, public_text
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
+from gradaudit.learned.simulated import Public
 from gradaudit.metrics import text as metrics
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.transformers import TransformersModel
@@ -58,6 +61,7 @@ class Prepared:
     selection: Selection
     attack: Attack
     device: torch.device
+    public: Public | None = None
 
 
 def pick_device(name: str) -> torch.device:
@@ -101,7 +105,8 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     rows = load_rows(case.data, base)
     if case.task == "classification" and rows.labels is None:
         raise BadInputError('task "classification" needs a label column: set label in [data]')
-    batches = draw(case.data, rows)
+    window = case.data.window
+    batches = draw(case.data, rows) if window is None else []
     spec = ModelSpec(
         case.model,
         case.task,
@@ -112,6 +117,9 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         loss=case.loss,
     )
     model = loaded if loaded is not None else load_model(spec, device)
+    if window is not None:
+        rows = windows(rows, model, window, whole=True)
+        batches = draw(case.data, rows)
     if loaded is None and spec.lora is not None and spec.lora.warmup:
         warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
     selection = Selection(case.selection.tensors)
@@ -120,7 +128,10 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
-    return Prepared(case, model, rows, batches, client, selection, attack, device)
+    public = None
+    if case.public is not None:
+        public = public_text(case.public, base, model, window, rows, batches)
+    return Prepared(case, model, rows, batches, client, selection, attack, device, public)
 
 
 def _has_counters(case: Case, attack: Attack, client: Client) -> None:
@@ -173,7 +184,8 @@ def _batch(case: Case, model: TransformersModel, rows: Rows, numbers: Sequence[i
     labels = None
     if case.task == "classification" and rows.labels is not None:
         labels = [rows.labels[i] for i in numbers]
-    return make_batch(model, [rows.texts[i] for i in numbers], labels)
+    ids = None if rows.ids is None else [rows.ids[i] for i in numbers]
+    return make_batch(model, [rows.texts[i] for i in numbers], labels, ids)
 
 
 def sent(ready: Prepared, batch: Batch, index: int) -> tuple[Update, Observation]:
@@ -249,7 +261,9 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
         ),
         error=error,
         unsupported=unsupported,
-        knowledge=json.loads(json.dumps({"selection": seen.selection, "update": seen.kind} | seen.knowledge.given())),
+        knowledge=json.loads(
+            json.dumps({"selection": seen.selection, "update": seen.kind} | seen.knowledge.given() | _auxiliary(ready))
+        ),
         sensitive=verdict.sensitive if verdict is not None else (None if baseline.sensitive is None else 0.0),
         sensitive_baseline=baseline.sensitive,
         certificates=_count(verdict),
@@ -274,7 +288,14 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
     return record, texts
 
 
-def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None) -> Iterator[Record]:
+def _auxiliary(ready: Prepared) -> dict[str, Any]:
+    """Return what the attacker has beside the update: public text counts as knowledge."""
+    return {} if ready.public is None else {"public": {"path": ready.public.where, "rows": len(ready.public)}}
+
+
+def run(
+    ready: Prepared, out: Path, each: Callable[[Record], None] | None = None, inverters: Path | None = None
+) -> Iterator[Record]:
     """Run a case into a folder and yield every record, those of an earlier run of the same case first.
 
     A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch, and with
@@ -284,12 +305,19 @@ def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None
         ready: the prepared case.
         out: folder for records.jsonl, texts.jsonl and run.json.
         each: called before a batch starts is not needed; called with each new record.
+        inverters: where attacks that learn keep what they learned; a folder of the run when None.
 
     Raises:
         BadInputError: the folder holds records of another case, cannot be written, or another program writes there.
     """
     with only_writer(out):
         done = open_folder(ready, out)
+        if ready.attack.unfitted and len(done) < len(ready.batches):
+            case, place = ready.case, inverters or out / INVERTERS
+            attack = fitted(
+                ready.attack, ready.client, ready.selection, ready.public, case.data.batch_size, case.seed, place
+            )
+            ready = replace(ready, attack=attack)
         for index in range(len(ready.batches)):
             if index in done:
                 yield done[index]

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gradaudit.attacks.base import Attack
-from gradaudit.data.source import DataSpec
+from gradaudit.data.source import DataSpec, PublicSpec
 from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.metrics.text import PUBLISHED
@@ -132,6 +132,7 @@ class Case(_Table):
     loss: Loss = Field(default="cross-entropy", description='"cross-entropy", or "squared": logits from one-hot labels')
     seed: int = Field(default=0, ge=0, description="every random stream derives from it")
     data: DataSpec = Field(default_factory=DataSpec)
+    public: PublicSpec | None = Field(default=None, description="[public] table: text that the attacker has")
     client: ClientTable = ClientTable()
     lora: LoraTable | None = Field(default=None, description="[lora] table: adapters through peft (extra: lora)")
     knowledge: KnowledgeTable = KnowledgeTable()
@@ -143,8 +144,15 @@ class Case(_Table):
 
     @model_validator(mode="after")
     def _buildable(self) -> Case:
-        self.build_attack()
+        attack = self.build_attack()
         self.build_defenses()
+        if self.data.window is not None and self.task != "causal-lm":
+            raise BadInputError('[data] window cuts through rows and their labels: it needs task = "causal-lm"')
+        if attack.unfitted and self.public is None:
+            raise BadInputError(
+                f"attack '{attack.name}' learns from public text: add a [public] table with the text that the attacker "
+                "has, or name what 'gradaudit fit' made"
+            )
         return self
 
     def build_attack(self) -> Attack:
@@ -174,6 +182,10 @@ class Case(_Table):
             del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
         if data["lora"] is None:
             del data["lora"]  # the same
+        if data["public"] is None:
+            del data["public"]  # the same
+        if data["data"]["window"] is None:
+            del data["data"]["window"]  # the same
         if data["client"]["padding"] == "right":
             del data["client"]["padding"]  # the same
         if data["client"]["clients"] == 1:

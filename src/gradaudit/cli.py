@@ -188,6 +188,39 @@ def attack(
 
 
 @app.command()
+def fit(
+    case_file: Annotated[Path, typer.Argument(metavar="CASE.toml")],
+    folder: Annotated[Path, typer.Option("--out", help="Folder that becomes what was learned.")],
+    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. attack.epochs=5.")] = [],  # noqa: B006
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Fit the attack of a case to its client, on [public] text alone. Run again to go on after a stop."""
+    from gradaudit import audit
+    from gradaudit.case import load_case
+    from gradaudit.fitting import fit_case
+    from gradaudit.process import ready_process
+    from gradaudit.terminal import progress_bars
+
+    case = load_case(case_file, set_)
+    ready_process()
+    place = audit.pick_device(device)
+    try:
+        with progress_bars(err, quiet=as_json):
+            ready = audit.prepare(case, case_file.resolve().parent, place)
+            found = fit_case(ready.attack, ready.client, ready.selection, ready.public, case, folder)
+    except KeyboardInterrupt:
+        err.print(f"interrupted; what was learned so far is kept in {folder}, run the same command again to go on")
+        raise typer.Exit(ExitCode.INCONCLUSIVE) from None
+    if as_json:
+        _print_json({"inverter": str(folder), **found})
+        return
+    for key, value in found.items():
+        out.print(f"{key.replace('_', ' ')}: {escape(str(value))}")
+    out.print(f'inverter  {folder}   (in a case: [attack] name = "{ready.attack.name}", inverter = "{folder}")')
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by 'gradaudit run'.")],
     show_text: ShowText = False,

@@ -83,6 +83,10 @@ class Client:
         more = (n for d in self.defenses if isinstance(d, kinds) for n in d.frozen(self.model))
         return tuple(dict.fromkeys((*own, *more)))
 
+    def dropout_in_force(self) -> float:
+        """Return the dropout rate while training, 0.0 where it is off."""
+        return (self._rate() or self.model.dropout_rate()) if self._dropping() else 0.0
+
     def _rate(self) -> float | None:
         """Return the dropout rate that takes the configured ones' place; None keeps those."""
         told = [d.dropout() for d in self.defenses if isinstance(d, ModelDefense)]
@@ -122,6 +126,10 @@ class Client:
         frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
         return frozen, {n: p for n, p in self.model.parameters().items() if n not in frozen}
 
+    def trained(self) -> tuple[str, ...]:
+        """Return the names of the parameters that are trained and sent."""
+        return tuple(self._trained()[1])
+
     def made(self, tensors: Mapping[str, Tensor]) -> Update:
         """Return tensors, by parameter name, as this client's update."""
         frozen, _ = self._trained()
@@ -129,7 +137,7 @@ class Client:
             tensors=tensors,
             kind="gradient" if self.training.optimizer == "none" else "delta",
             training=self._together(),
-            dropout=(self._rate() or self.model.dropout_rate()) if self._dropping() else 0.0,
+            dropout=self.dropout_in_force(),
             frozen=frozen,
             defenses=tuple(describe(d) for d in self.defenses),
         )

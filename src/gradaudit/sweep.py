@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from gradaudit import audit
 from gradaudit.case import Case, case_data, parse_case
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
+from gradaudit.fitting import INVERTERS
 from gradaudit.leakage.compiled import asked as compile_steps
 from gradaudit.leakage.compiled import compiling
 from gradaudit.metrics.summary import summarize
@@ -281,7 +282,7 @@ def _run(
         if case.lora is None:
             loaded.clear()
             loaded[key] = ready.model
-        for record in audit.run(ready, out / case.content_hash()):
+        for record in audit.run(ready, out / case.content_hash(), inverters=out / INVERTERS):
             records.append(record)
             step(f"batches: {point.title}", len(records), len(ready.batches))
     except AuditError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, final
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.models.base import TextModel
 from gradaudit.types import Knowledge, Observation, Reconstruction
+
+if TYPE_CHECKING:
+    from gradaudit.learned.inverter import Target
+    from gradaudit.learned.simulated import Public, Simulation
 
 IN_SIGHT = frozenset({"freeze", "dropout"})
 """Defenses that an update shows by what is absent from it, and `Knowledge.dropout` tells."""
@@ -95,6 +100,37 @@ class Attack(ABC):
             seen: all that the attacker may see.
             rng: the attack's own random stream (on the CPU); draw nothing from elsewhere.
         """
+
+    @property
+    def unfitted(self) -> bool:
+        """Whether the attack has to learn from public text before it can run: see `fit`."""
+        return False
+
+    def fit(
+        self, simulate: Simulation, public: Public, target: Target, model: TextModel, folder: Path, rng: torch.Generator
+    ) -> Attack:
+        """Learn from public text and return the attack that knows what was learned.
+
+        Args:
+            simulate: replays the client, defenses included, on public text.
+            public: text that is in no audited batch.
+            target: the client's settings, and what is seen of its updates.
+            model: the model whose updates are read.
+            folder: where what was learned is written; a fit that was stopped goes on from what it kept there.
+            rng: the fit's own random stream.
+
+        Raises:
+            NotSupportedError: an attack that learns nothing.
+        """
+        raise NotSupportedError(f"attack '{self.name}' learns nothing beforehand; run it as it is")
+
+    def fitted_in(self, folder: Path) -> Attack:
+        """Return the attack that knows what an earlier `fit` wrote into a folder.
+
+        Raises:
+            NotSupportedError: an attack that learns nothing.
+        """
+        raise NotSupportedError(f"attack '{self.name}' learns nothing beforehand; run it as it is")
 
     def _at_least(self, least: int, *fields: str) -> None:
         """Check numbers (NaN is refused); for `__post_init__`.

@@ -9,9 +9,11 @@ import torch
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError
+from gradaudit.leakage.counters import COUNTERED, countered
 from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
 from gradaudit.leakage.matching import STEP
+from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -38,8 +40,8 @@ class Dlg(Attack):
     source: ClassVar[str] = (
         "DLG (Zhu et al., NeurIPS 2019), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
-    models_defenses: ClassVar[tuple[str, ...]] = ZERO_MEAN
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
+    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
     restarts: int = hyper(1, "independent starts, minimized together", source="LAMP, appendix: baselines")
@@ -53,6 +55,11 @@ class Dlg(Attack):
     )
     learn_labels: bool = hyper(
         False, "learn labels even where they are given or can be read", source="DLG, algorithm 1, does", later=True
+    )
+    counter: bool = hyper(
+        True,
+        "measure wrong signs, what was sent, or unit norms, against defenses it was told of",
+        source="LTI, section 4; Grab, 5.4 and 5.5",
     )
     replayed_steps: int = hyper(
         8,
@@ -71,11 +78,14 @@ class Dlg(Attack):
                 f"attack 'dlg': optimizer must be one of {', '.join(_OPTIMIZERS)}, got '{self.optimizer}'"
             )
 
+    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+        return (self.counter or defense not in COUNTERED) and super().reckons_with(defense, model, batch_size)
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         return match(
             seen,
             rng,
-            SquaredL2(),
+            countered(SquaredL2(), seen, self.name) if self.counter else SquaredL2(),
             steps=self.steps,
             learning_rate=self.learning_rate,
             restarts=self.restarts,

@@ -12,8 +12,9 @@ from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.counters import countered
 from gradaudit.leakage.descent import Descent, Schedule, minimize
-from gradaudit.leakage.distances import L2, Distance, Normalized, OnSupport
+from gradaudit.leakage.distances import L2, Distance
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
 from gradaudit.leakage.layout import Layout
 from gradaudit.leakage.masks import Masks
@@ -136,16 +137,7 @@ class Grab(Attack):
         names = {defense.get("name") for defense in seen.knowledge.defenses or ()}
         if "sign" in names:
             raise NotSupportedError("attack 'grab' has no counter to sign compression; use 'decode'")
-        if names & {"topk", "random-pruning"}:
-            inner = OnSupport(inner)
-        if "normalized-gaussian" in names:
-            if any(view.rows is not None for view in seen.views.values()):
-                raise NotSupportedError(
-                    "attack 'grab' cannot normalize a part of a matrix as the client did the whole: GPT-2's q, k and v "
-                    "are thirds of one; select all of it, or set counter = false"
-                )
-            inner = Normalized(inner)
-        return inner
+        return countered(inner, seen, self.name)
 
 
 class _Run:

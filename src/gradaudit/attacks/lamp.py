@@ -11,6 +11,7 @@ from torch import Tensor
 from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.counters import COUNTERED, countered
 from gradaudit.leakage.descent import Descent, Point, Schedule, better
 from gradaudit.leakage.distances import Cosine, Distance, SquaredL2
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
@@ -41,8 +42,8 @@ class Lamp(Attack):
 
     name: ClassVar[str] = "lamp"
     source: ClassVar[str] = "LAMP (Balunovic et al., NeurIPS 2022), sections 4 and 5, appendix A"
-    models_defenses: ClassVar[tuple[str, ...]] = ZERO_MEAN
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
+    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     distance: str = hyper("cos", "'cos' or 'l2+l1'", source="section 5")
     starts: int = hyper(500, "Gaussian starts, of which the best is taken", source="appendix A")
@@ -67,6 +68,11 @@ class Lamp(Attack):
     )
     prior: str = hyper("", "causal language model that judges edits; empty for none", source="section 4.2")
     prior_weight: float = hyper(-1.0, "its weight; below 0 takes the paper's (0.2 for cos, 60 for l2+l1)")
+    counter: bool = hyper(
+        True,
+        "measure wrong signs, what was sent, or unit norms, against defenses it was told of",
+        source="LTI, section 4; Grab, 5.4 and 5.5",
+    )
     replayed_steps: int = hyper(
         8,
         "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
@@ -86,11 +92,14 @@ class Lamp(Attack):
 
     def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
         # the cosine of each tensor does not see a scale: clipping of the whole, or of the one sentence there is
-        scaled = defense in ("clip", "normalized-gaussian") or (defense == "dp-sgd" and batch_size == 1)
-        return (scaled and self.distance == "cos") or super().reckons_with(defense, model, batch_size)
+        scaled = defense == "clip" or (defense == "dp-sgd" and batch_size == 1)
+        counted = self.counter or defense not in COUNTERED
+        return (scaled and self.distance == "cos") or (counted and super().reckons_with(defense, model, batch_size))
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         measured: Distance = Cosine(self.silent) if self.distance == "cos" else SquaredL2(0.01)
+        if self.counter:
+            measured = countered(measured, seen, self.name)
         objective = objective_of(seen, measured, self.replayed_steps)
         frame = frame_of(seen, self.assumed_length)
         labels = first_labels(seen, frame)

@@ -8,9 +8,11 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
+from gradaudit.leakage.counters import COUNTERED, countered
 from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
 from gradaudit.leakage.matching import STEP
+from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -28,8 +30,8 @@ class Tag(Attack):
     source: ClassVar[str] = (
         "TAG (Deng et al., EMNLP Findings 2021), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
-    models_defenses: ClassVar[tuple[str, ...]] = ZERO_MEAN
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
+    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
     l1: float = hyper(0.01, "weight of the L1 term", source="LAMP, appendix: baselines")
@@ -38,6 +40,11 @@ class Tag(Attack):
         16, "sentence length when nothing tells it", unit="tokens", source="ours: the papers know lengths"
     )
     keep_best: bool = hyper(False, "return the best iterate instead of the last", source="the papers take the last")
+    counter: bool = hyper(
+        True,
+        "measure wrong signs, what was sent, or unit norms, against defenses it was told of",
+        source="LTI, section 4; Grab, 5.4 and 5.5",
+    )
     replayed_steps: int = hyper(
         8,
         "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
@@ -49,11 +56,15 @@ class Tag(Attack):
         self._at_least(0, "steps", "replayed_steps")
         self._at_least(1, "restarts", "assumed_length")
 
+    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+        return (self.counter or defense not in COUNTERED) and super().reckons_with(defense, model, batch_size)
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        distance = SquaredL2(l1=self.l1)
         return match(
             seen,
             rng,
-            SquaredL2(l1=self.l1),
+            countered(distance, seen, self.name) if self.counter else distance,
             steps=self.steps,
             learning_rate=self.learning_rate,
             restarts=self.restarts,

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from gradaudit.types import Batch
 SAMPLE = Path(__file__).parent / "sample.jsonl"
 """The embedded sample: original sentences with the columns text, label and sensitive."""
 
-ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".txt")
+ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".txt", ".tokens")
 """The file endings `load_rows` reads."""
 
 
@@ -31,8 +31,8 @@ ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".txt")
 ColumnNumber = Annotated[int, Field(strict=True, ge=0)]
 
 
-class DataSpec(BaseModel):
-    """Which rows an audit attacks: a source, its columns, and how the batches are drawn from it."""
+class SourceSpec(BaseModel):
+    """Where rows come from, and which of their columns are used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,7 +43,7 @@ class DataSpec(BaseModel):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="local file (csv, tsv, jsonl, parquet, txt), from the case file's or current folder",
+        description="local file (csv, tsv, jsonl, parquet, txt, tokens), from the case file's or current folder",
     )
     hub: str | None = Field(
         default=None, min_length=1, description="id of a data set on the Hugging Face hub (gradaudit[data])"
@@ -64,9 +64,6 @@ class DataSpec(BaseModel):
         le=2**32 - 1,
         description="numpy seed that shuffles the rows first (the papers use 101); file order without it",
     )
-    batch_size: int = Field(default=1, ge=1, description="texts a batch")
-    batches: int = Field(default=1, ge=1, description="number of batches")
-    skip: int = Field(default=0, ge=0, description="rows of the drawn order to pass over first")
 
     @model_validator(mode="before")
     @classmethod
@@ -77,7 +74,7 @@ class DataSpec(BaseModel):
         return given
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataSpec:
+    def _one_source(self) -> Self:
         given = [name for name in ("source", "path", "hub") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both given; keep one of source, path and hub")
@@ -85,6 +82,25 @@ class DataSpec(BaseModel):
             if asked and self.hub is None:
                 raise ValueError(f"{name} is for hub data sets only; remove it or name the data set with hub")
         return self
+
+
+class DataSpec(SourceSpec):
+    """Which rows an audit attacks: a source, its columns, and how the batches are drawn from it."""
+
+    batch_size: int = Field(default=1, ge=1, description="texts a batch")
+    batches: int = Field(default=1, ge=1, description="number of batches")
+    skip: int = Field(default=0, ge=0, description="rows of the drawn order to pass over first")
+    window: int | None = Field(
+        default=None,
+        ge=2,
+        description="cut the rows, joined, into windows of so many tokens, without special tokens; task causal-lm",
+    )
+
+
+class PublicSpec(SourceSpec):
+    """[public]: text that the attacker has, for attacks that learn; none of it is in an audited batch."""
+
+    rows: int | None = Field(default=None, ge=1, description="at most so many rows, or windows; all when not set")
 
 
 @dataclass(frozen=True)
@@ -97,6 +113,7 @@ class Rows:
         classes: what the source calls class 0, 1, ..., in order; empty without labels.
         where: the source in words, for messages and records.
         sha256: of the file's bytes; for a hub data set, of its texts and labels.
+        ids: token ids of each row where rows are windows; None where texts are still to be encoded.
     """
 
     texts: tuple[str, ...]
@@ -104,9 +121,10 @@ class Rows:
     classes: tuple[str, ...]
     where: str
     sha256: str
+    ids: tuple[tuple[int, ...], ...] | None = None
 
 
-def load_rows(spec: DataSpec, base: Path) -> Rows:
+def load_rows(spec: SourceSpec, base: Path) -> Rows:
     """Return all rows of the source a spec names.
 
     Blank lines of csv, tsv and jsonl files are not rows; in a txt file every line is one.
@@ -133,7 +151,7 @@ def load_rows(spec: DataSpec, base: Path) -> Rows:
             f"{spec.path} has {shown} and so no known format; rename or convert it to one of {', '.join(ENDINGS)}"
         )
     data = _read(file, spec.path)
-    if ending == ".txt":
+    if ending in (".txt", ".tokens"):
         return _text_lines(data, spec)
     if ending == ".parquet":
         table = parquet(data, spec.path)
@@ -163,11 +181,7 @@ def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
             f"(skip {spec.skip} + {spec.batches} batches of {spec.batch_size}); "
             "lower batch_size, batches or skip"
         )
-    order = list(range(len(rows.texts)))
-    if spec.shuffle_seed is not None:
-        # the legacy generator, because the papers' indices come from it
-        np.random.RandomState(spec.shuffle_seed).shuffle(order)
-    chosen = order[spec.skip : needed]
+    chosen = order_of(spec, rows)[spec.skip : needed]
     for row in chosen:
         if not rows.texts[row].strip():
             raise BadInputError(
@@ -178,7 +192,21 @@ def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
     return [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 
 
-def make_batch(model: TextModel, texts: Sequence[str], labels: Sequence[int] | None) -> Batch:
+def order_of(spec: SourceSpec, rows: Rows) -> list[int]:
+    """Return the numbers of all rows in the order that a spec draws them in."""
+    order = list(range(len(rows.texts)))
+    if spec.shuffle_seed is not None:
+        # the legacy generator, because the papers' indices come from it
+        np.random.RandomState(spec.shuffle_seed).shuffle(order)
+    return order
+
+
+def make_batch(
+    model: TextModel,
+    texts: Sequence[str],
+    labels: Sequence[int] | None,
+    ids: Sequence[Sequence[int]] | None = None,
+) -> Batch:
     """Return the batch a client trains on: encoded, padded on the right, on the CPU.
 
     A causal language model takes the text as its own label, so `labels` are left out of its batches.
@@ -187,6 +215,7 @@ def make_batch(model: TextModel, texts: Sequence[str], labels: Sequence[int] | N
         model: encodes the texts and says which id pads.
         texts: the B texts; at least one.
         labels: class number of each text; None without.
+        ids: token ids of each text; encoded when None.
 
     Raises:
         BadInputError: there is no text, or the labels do not fit a classification model.
@@ -209,15 +238,15 @@ def make_batch(model: TextModel, texts: Sequence[str], labels: Sequence[int] | N
                 f"(0 to {model.spec.labels - 1}); set the model's labels to the number of classes in the data"
             )
         classes = torch.tensor(list(labels), dtype=torch.long)
-    encoded = [model.encode(text) for text in texts]
-    longest = max(len(ids) for ids, _ in encoded)
-    ids = torch.full((len(encoded), longest), model.special.pad, dtype=torch.long)
+    encoded = [model.encode(text) for text in texts] if ids is None else [(list(row), False) for row in ids]
+    longest = max(len(row) for row, _ in encoded)
+    padded = torch.full((len(encoded), longest), model.special.pad, dtype=torch.long)
     mask = torch.zeros((len(encoded), longest), dtype=torch.bool)
     for row, (tokens, _) in enumerate(encoded):
-        ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         mask[row, : len(tokens)] = True
     return Batch(
-        ids=ids,
+        ids=padded,
         mask=mask,
         labels=classes,
         texts=tuple(texts),
@@ -250,7 +279,7 @@ def _read(file: Path, where: str) -> bytes:
     return data
 
 
-def _text_lines(data: bytes, spec: DataSpec) -> Rows:
+def _text_lines(data: bytes, spec: SourceSpec) -> Rows:
     where = str(spec.path)
     for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
         if asked:
@@ -265,7 +294,7 @@ def _text_lines(data: bytes, spec: DataSpec) -> Rows:
     return Rows(texts, None, (), where, hashlib.sha256(data).hexdigest())
 
 
-def _hub(hub: str, spec: DataSpec) -> tuple[Table, tuple[str, ...]]:
+def _hub(hub: str, spec: SourceSpec) -> tuple[Table, tuple[str, ...]]:
     """Return the table of a hub data set, and the class names it declares for the label column."""
     try:
         import datasets

@@ -37,9 +37,22 @@ def above_zero(defense: str, field: str, value: float) -> None:
 
 
 class UpdateDefense(Defense):
-    """A defense on the finished update, before it leaves the client."""
+    """A defense on the finished update, before it leaves the client.
+
+    One that treats each tensor by itself writes `on_many`, for many updates at a time, and lets `on_update` be
+    `each_tensor`.
+    """
 
     acts_on: ClassVar[str] = "update"
+    deterministic: ClassVar[bool] = False
+    """True when the same update always becomes the same."""
+    gaussian: ClassVar[bool] = False
+    """True when it ends in independent Gaussian noise of one size a tensor: see `before_noise`."""
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether each tensor is treated by itself, so that `on_many` can be called."""
+        return type(self).on_many is not UpdateDefense.on_many
 
     @abstractmethod
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
@@ -49,6 +62,30 @@ class UpdateDefense(Defense):
             tensors: the update by parameter name.
             rng: the defense's own random stream (on the CPU).
         """
+
+    def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
+        """Return one parameter's tensors [n, ...] of n updates, each defended as `on_update` would.
+
+        Args:
+            values: left as they were.
+            rng: the defense's own random stream (on the CPU); independent draws for each update.
+
+        Raises:
+            NotImplementedError: the defense looks at the whole update.
+        """
+        raise NotImplementedError(f"defense '{self.name}' looks at the whole update")
+
+    def before_noise(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what noise is added to, [n, ...], and its standard deviation for each update, [n].
+
+        Raises:
+            NotImplementedError: the defense does not end in Gaussian noise.
+        """
+        raise NotImplementedError(f"defense '{self.name}' does not end in Gaussian noise")
+
+    def each_tensor(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        """Return an update whose tensors went through `on_many` one by one."""
+        return {name: self.on_many(value[None], rng)[0] for name, value in tensors.items()}
 
     def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
         """Return a draw of the mean of what so many clients send, where the mean of their updates decides its law.
@@ -64,14 +101,30 @@ class UpdateDefense(Defense):
         return None
 
     def on_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        """Return what several clients send, [clients, ...] like what they give; `on_update` for each by default."""
+        """Return what several clients send, [clients, ...] like what they give."""
+        if self.by_tensor:
+            return {name: self.on_many(value, rng) for name, value in several.items()}
         count = len(next(iter(several.values())))
         sent = [self.on_update({name: value[n] for name, value in several.items()}, rng) for n in range(count)]
         return {name: torch.stack([one[name] for one in sent]) for name in several}
 
     def mean_of_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         """Return a draw of the mean of what several clients send; see `on_each`."""
-        return {name: value.mean(0) for name, value in self.on_each(several, rng).items()}
+        if not self.gaussian:
+            return {name: value.mean(0) for name, value in self.on_each(several, rng).items()}
+        out = {}
+        for name, value in several.items():
+            base, deviations = self.before_noise(value)
+            # independent noises: variances add up
+            size = float(deviations.square().sum().sqrt()) / len(value)
+            noise = torch.randn(value.shape[1:], generator=rng, dtype=value.dtype).to(value.device)
+            out[name] = base.mean(0) + size * noise
+        return out
+
+
+def by_update(values: Tensor, like: Tensor) -> Tensor:
+    """Return one number an update, [n], in the shape that multiplies tensors [n, ...]."""
+    return values.view(-1, *[1] * (like.dim() - 1))
 
 
 class ModelDefense(Defense):

@@ -27,6 +27,7 @@ class Clip(UpdateDefense):
     """
 
     name: ClassVar[str] = "clip"
+    deterministic: ClassVar[bool] = True
     norm: float = hyper(1.0, "largest L2 norm", unit="gradient units", source="flwr 1.42, LocalDpMod's clipping_norm")
     per_tensor: bool = hyper(False, "each tensor is clipped by itself")
 

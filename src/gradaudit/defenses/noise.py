@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import UpdateDefense, above_zero
+from gradaudit.defenses.base import UpdateDefense, above_zero, by_update
 from gradaudit.registry import hyper, register
 from gradaudit.streams import draw_seed
 
@@ -28,6 +28,7 @@ class Gaussian(UpdateDefense):
     """
 
     name: ClassVar[str] = "gaussian"
+    gaussian: ClassVar[bool] = True
     sigma: float = hyper(1e-4, "standard deviation of the noise", unit="gradient units", source="DAGER, section 5")
     relative: bool = hyper(False, "sigma in multiples of each tensor's own root mean square")
 
@@ -35,20 +36,21 @@ class Gaussian(UpdateDefense):
         above_zero(self.name, "sigma", self.sigma)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return {
-            name: value
-            + self._scale(value) * torch.randn(value.shape, generator=rng, dtype=value.dtype).to(value.device)
-            for name, value in tensors.items()
-        }
+        return self.each_tensor(tensors, rng)
+
+    def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
+        return _noised(*self.before_noise(values), rng)
+
+    def before_noise(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.relative:
+            return values, values.new_full((len(values),), self.sigma)
+        return values, self.sigma * values.flatten(1).square().mean(1).sqrt()
 
     def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
         if self.relative:
             return None
         # independent noises: the mean of n has a standard deviation of sigma / sqrt(n)
         return replace(self, sigma=self.sigma / math.sqrt(clients)).on_update(mean, rng)
-
-    def _scale(self, value: Tensor) -> float:
-        return self.sigma * (float(value.square().mean().sqrt()) if self.relative else 1.0)
 
 
 @register
@@ -64,28 +66,21 @@ class NormalizedGaussian(UpdateDefense):
     """
 
     name: ClassVar[str] = "normalized-gaussian"
+    gaussian: ClassVar[bool] = True
     sigma: float = hyper(0.01, "standard deviation of the noise on unit-norm tensors", source="Grab, section 5.4")
 
     def __post_init__(self) -> None:
         above_zero(self.name, "sigma", self.sigma)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self._noise().on_update({name: _unit(value) for name, value in tensors.items()}, rng)
+        return self.each_tensor(tensors, rng)
 
-    def mean_of_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        count = len(next(iter(several.values())))
-        units = {name: torch.stack([_unit(one) for one in value]).mean(0) for name, value in several.items()}
-        found = self._noise().on_mean(units, count, rng)
-        assert found is not None
-        return found
+    def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
+        return _noised(*self.before_noise(values), rng)
 
-    def _noise(self) -> Gaussian:
-        return Gaussian(self.sigma)
-
-
-def _unit(value: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(value)
-    return value / norm.clamp_min(torch.finfo(value.dtype).tiny)
+    def before_noise(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        norms = values.flatten(1).norm(dim=1).clamp_min(torch.finfo(values.dtype).tiny)
+        return values / by_update(norms, values), values.new_full((len(values),), self.sigma)
 
 
 @register
@@ -106,7 +101,7 @@ class Laplace(UpdateDefense):
         above_zero(self.name, "scale", self.scale)
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return {name: value + self._noise(value, rng) for name, value in tensors.items()}
+        return self.each_tensor(tensors, rng)
 
     def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
         # a sum of n exponential draws is one gamma draw of shape n; torch draws those without a generator of one's own
@@ -118,7 +113,12 @@ class Laplace(UpdateDefense):
 
         return {name: value + noise(value) for name, value in mean.items()}
 
-    def _noise(self, value: Tensor, rng: torch.Generator) -> Tensor:
+    def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         # two exponential draws differ by a Laplace one; torch.distributions takes no generator
-        one, other = (torch.empty(value.shape, dtype=torch.float64).exponential_(generator=rng) for _ in range(2))
-        return (self.scale * (one - other)).to(value)
+        one, other = (torch.empty(values.shape, dtype=torch.float64).exponential_(generator=rng) for _ in range(2))
+        return values + (self.scale * (one - other)).to(values)
+
+
+def _noised(values: Tensor, deviations: Tensor, rng: torch.Generator) -> Tensor:
+    noise = torch.randn(values.shape, generator=rng, dtype=values.dtype).to(values.device)
+    return values + by_update(deviations, values) * noise

@@ -53,6 +53,8 @@ class Distance(ABC):
     """True when the derivative is of `Slope`'s form; otherwise whole tensors go through `each`."""
     inner_products: ClassVar[bool] = False
     """True when all it needs are the inner products of p and o: a matrix is then not made at all."""
+    along: ClassVar[bool] = True
+    """True when, where it is no difference, the derivative has a part along o."""
     l1: float
     """Weight of the L1 term, 0 for none."""
 
@@ -221,6 +223,31 @@ class OnSupport(Distance):
 
     def share(self, count: int) -> float:
         return self.inner.share(count)
+
+
+@dataclass(frozen=True)
+class WrongSigns(Distance):
+    """Hinge on the coordinates whose sign is wrong: sum of p^2 + l1 |p| where p o < 0 (LTI's baselines under signs).
+
+    Signs that are 0 ask for nothing. It is zero for a gradient of zeros too: a weak measure, and the published one.
+
+    Args:
+        l1: weight of the plain hinge beside the squared one.
+    """
+
+    l1: float = 0.0
+
+    differs: ClassVar[bool] = False
+    along: ClassVar[bool] = False
+
+    def seen(self, q: Tensor, o: Tensor) -> Tensor:
+        return q.mul_(q * o < 0)
+
+    def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
+        return sums.of * (sums.square + self.l1 * sums.absolute), Slope(sign=self.l1, own=2.0)
+
+    def known(self) -> tuple[float, float] | None:
+        return self.l1, 2.0
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ def _by_blocks(
                 kinds = [("all", q if sign is None else q.add_(sign, alpha=known[0]))]
             else:
                 kinds = [("own", q), *([("sign", q.sign())] if distance.l1 else [])]
-            kinds += [] if distance.differs else [("observed", o.expand(len(d), *o.shape))]
+            kinds += [] if distance.differs or not distance.along else [("observed", o.expand(len(d), *o.shape))]
             for name, s in kinds:
                 by_slope, by_read = parts.setdefault(name, ([], []))
                 by_slope.append(torch.bmm(x, s.mT))

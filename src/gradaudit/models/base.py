@@ -296,6 +296,15 @@ class TextModel(ABC):
         """Return a text's token ids with special tokens, cut to the longest the model takes, and whether it was cut."""
 
     @abstractmethod
+    def tokens(self, text: str) -> list[int]:
+        """Return a text's token ids with special tokens, however long it is."""
+
+    @property
+    @abstractmethod
+    def unknown(self) -> int | None:
+        """The token that stands for what the vocabulary does not hold, where that is no special token; None without."""
+
+    @abstractmethod
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
         """Return the text of token ids, special tokens left out."""
 

@@ -357,8 +357,17 @@ class TransformersModel(TextModel):
 
     # text
 
-    def encode(self, text: str) -> tuple[list[int], bool]:
+    def tokens(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
+        return ids
+
+    @property
+    def unknown(self) -> int | None:
+        found = self.tokenizer.unk_token_id
+        return None if found is None or found in self.special.ids else int(found)
+
+    def encode(self, text: str) -> tuple[list[int], bool]:
+        ids = self.tokens(text)
         if len(ids) <= self.max_length:
             return ids, False
         suffix = list(self.special.suffix)

@@ -31,6 +31,7 @@ KNOWLEDGE: Mapping[str, str] = {
 
 ALWAYS_GIVEN: Mapping[str, str] = {
     "selection": "which tensors of the update are seen",
+    "public": "text of the same kind that the attacker has and learned from",
     "update": "whether a gradient or a change of weights is seen",
 }
 

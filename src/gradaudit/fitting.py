@@ -1,0 +1,183 @@
+"""Attacks that learn: what they are fitted to, from which public text, and where the result is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradaudit.attacks.base import Attack
+from gradaudit.case import Case
+from gradaudit.client import Client
+from gradaudit.data.source import PublicSpec, Rows, load_rows, make_batch, order_of
+from gradaudit.data.windows import apart, windows
+from gradaudit.errors import BadInputError
+from gradaudit.learned.inverter import MANIFEST, Target
+from gradaudit.learned.simulated import Public
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.one_writer import only_writer
+from gradaudit.registry import describe
+from gradaudit.selection import Selection
+from gradaudit.simulate import ClientSimulation
+from gradaudit.streams import stream
+
+INVERTERS = "inverters"
+"""Folder of what was fitted, under that of a run or a sweep."""
+_KEY = "key.txt"
+"""What a folder of `gradaudit fit` was made from."""
+
+
+def public_text(
+    spec: PublicSpec,
+    base: Path,
+    model: TransformersModel,
+    window: int | None,
+    private: Rows,
+    audited: Sequence[Sequence[int]],
+) -> Public:
+    """Return the attacker's own text, without anything that an audited batch holds.
+
+    Args:
+        spec: the [public] table.
+        base: folder that a relative path starts from.
+        model: encodes it, and says whether it needs labels.
+        window: of [data].
+        private: the audited rows, and others.
+        audited: numbers of the rows of each audited batch.
+
+    Raises:
+        BadInputError: it cannot be read, or nothing is left of it.
+    """
+    rows = load_rows(spec, base)
+    if window is not None:
+        rows = windows(rows, model, window, whole=False)
+    allowed = set(apart(rows, private, (number for batch in audited for number in batch)))
+    kept = [number for number in order_of(spec, rows) if number in allowed][: spec.rows]
+    if not kept:
+        raise BadInputError(f"[public] {rows.where} has no row that is in no audited batch; give other text")
+    labels = None
+    if model.spec.task == "classification":
+        if rows.labels is None:
+            raise BadInputError('task "classification" needs labels of the public text too: set label in [public]')
+        labels = [rows.labels[n] for n in kept]
+    ids = None if rows.ids is None else [rows.ids[n] for n in kept]
+    batch = make_batch(model, [rows.texts[n] for n in kept], labels, ids)
+    device, classes = model.device, batch.labels
+    here = None if classes is None else classes.to(device)
+    return Public(batch.ids.to(device), batch.mask.to(device), here, rows.where)
+
+
+def target_of(client: Client, selection: Selection, batch_size: int) -> Target:
+    """Return what an attack on this client's updates is fitted to."""
+    simulation = ClientSimulation(client, selection)
+    model = client.model
+    dropout = client.dropout_in_force()
+    return Target(
+        title=model.spec.title,
+        fingerprint=model.fingerprint(),
+        task=model.spec.task,
+        kind="gradient" if client.training.optimizer == "none" else "delta",
+        tensors=dict(simulation.shapes),
+        batch_size=batch_size,
+        defenses=tuple(json.loads(json.dumps(describe(d))) for d in client.defenses),
+        training=asdict(client.training),
+        dropout=dropout,
+    )
+
+
+def fit(
+    attack: Attack,
+    client: Client,
+    selection: Selection,
+    public: Public,
+    batch_size: int,
+    seed: int,
+    folder: Path,
+) -> Attack:
+    """Fit an attack into a folder and return it; a fit that was stopped goes on.
+
+    Args:
+        attack: one that learns.
+        client: whose updates it is to read.
+        selection: what is seen of them.
+        public: the attacker's text.
+        batch_size: sentences an update.
+        seed: the case's.
+        folder: becomes the inverter.
+
+    Raises:
+        NotSupportedError: the attack learns nothing.
+        BadInputError: the folder cannot be written, or another program writes there; too little text.
+    """
+    target = target_of(client, selection, batch_size)
+    with only_writer(folder):
+        simulation = ClientSimulation(client, selection)
+        fitted = attack.fit(simulation, public, target, client.model, folder, stream(seed, "fit"))
+        (folder / "checkpoint.safetensors").unlink(missing_ok=True)
+    return fitted
+
+
+def fit_case(
+    attack: Attack, client: Client, selection: Selection, public: Public | None, case: Case, folder: Path
+) -> dict[str, Any]:
+    """Fit a case's attack into a folder of its own and return what its manifest says of the result.
+
+    Raises:
+        BadInputError: there is no public text, the attack names an inverter already, or the folder holds another one.
+    """
+    if public is None:
+        raise BadInputError("fitting takes the text that the attacker has: add a [public] table")
+    key = _key(attack, target_of(client, selection, case.data.batch_size), public, case.seed)
+    note = folder / _KEY
+    try:
+        before = note.read_text(encoding="utf8") if note.is_file() else None
+        if before not in (None, key) or (before is None and (folder / MANIFEST).exists()):
+            raise BadInputError(f"{folder} holds what another case learned; choose another --out or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(key, encoding="utf8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {folder} ({error.strerror}); choose another --out") from None
+    if not (folder / MANIFEST).is_file():
+        fit(attack, client, selection, public, case.data.batch_size, case.seed, folder)
+    about = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
+    return {"public": about["public"], "texts": about["texts"], "steps": about["steps"], "accuracy": about["accuracy"]}
+
+
+def _key(attack: Attack, target: Target, public: Public, seed: int) -> str:
+    """Return a hash of all that decides what is learned."""
+    facts = {"target": target.model_dump(mode="json"), "attack": describe(attack), "seed": seed}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for tensor in (public.ids, public.mask, public.labels):
+        if tensor is not None:
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def fitted(
+    attack: Attack,
+    client: Client,
+    selection: Selection,
+    public: Public | None,
+    batch_size: int,
+    seed: int,
+    folder: Path,
+) -> Attack:
+    """Return an attack ready to run: fitted before into the folder, by all that decides the result, or now.
+
+    Args:
+        folder: holds a folder a fit, named by a hash of what it depends on; the rest as in `fit`.
+    """
+    if not attack.unfitted:
+        return attack
+    if public is None:
+        raise BadInputError(f"attack '{attack.name}' learns from public text: add a [public] table")
+    key = _key(attack, target_of(client, selection, batch_size), public, seed)
+    place = folder / key
+    if (place / MANIFEST).is_file():
+        return attack.fitted_in(place)
+    return fit(attack, client, selection, public, batch_size, seed, place)

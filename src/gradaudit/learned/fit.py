@@ -1,0 +1,232 @@
+"""Fitting an inverter: public updates are simulated, hashed and learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaudit.errors import BadInputError
+from gradaudit.learned.features import Examples, Scaling, hashed, noised, scaling_of, sizes_of
+from gradaudit.learned.hashing import Hash
+from gradaudit.learned.inverter import Inverter, Target, new_manifest
+from gradaudit.learned.network import Network, NetworkShape, hits
+from gradaudit.learned.simulated import Public, Simulation
+from gradaudit.learned.training import Recipe, train
+from gradaudit.models.base import TextModel
+from gradaudit.streams import draw_seed, stream
+
+RATES = (1e-3, 1e-4, 1e-5)
+"""Learning rates that are tried where none is given (LTI, section 4.1)."""
+_SCALED = 1024
+"""Updates that the scaling of the inputs is taken from."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is learned, and how.
+
+    Args:
+        bins: of the hash.
+        signed: hash with signs.
+        bottleneck, width: of the network.
+        epochs: passes over the public text, or over as many drawn texts.
+        batch: updates a step.
+        learning_rate: Adam's; 0 tries `RATES` for `trial` steps each and takes the best on held-out public text.
+        trial: steps of each.
+        decay: the learning rate falls to zero.
+        squared: squared loss.
+        pseudo: train on tokens drawn from the public text's unigram distribution, fresh every batch.
+        own_words: begin the shared layer with what the model knows of its words: see `begin_with_words`.
+        validation: share of the public text that is held out.
+        patience: see `Recipe`.
+    """
+
+    bins: int
+    signed: bool
+    bottleneck: int
+    width: int
+    epochs: int
+    batch: int
+    learning_rate: float
+    trial: int
+    decay: bool
+    squared: bool
+    pseudo: bool
+    own_words: bool
+    validation: float
+    patience: int
+
+
+def fit_inverter(
+    simulation: Simulation,
+    public: Public,
+    target: Target,
+    model: TextModel,
+    plan: Plan,
+    about: Mapping[str, Any],
+    folder: Path | None,
+    rng: torch.Generator,
+) -> Inverter:
+    """Return an inverter learned from public text alone.
+
+    Args:
+        simulation: replays the client on it.
+        public: the text.
+        target: what the inverter is made for.
+        model: the public model.
+        plan: what is learned, and how.
+        about: the attack's hyperparameters, for the manifest.
+        folder: where a checkpoint is kept until it is done; None for none.
+        rng: of hash, weights, order and simulation.
+
+    Raises:
+        BadInputError: too few texts.
+    """
+    seed, size, vocabulary = draw_seed(rng), target.batch_size, model.vocabulary_size
+    held = max(1, round(plan.validation * (len(public) // size)))
+    kept = len(public) // size - held
+    if kept < 1:
+        raise BadInputError(
+            f"[public] has {len(public)} texts that no audited batch holds; an attack that learns from updates of "
+            f"{size} needs {2 * size} at least, and thousands to learn anything"
+        )
+    order = torch.randperm(len(public), generator=stream(seed, "split"))
+    held_out = public.take(order[: held * size])
+    shown = public.take(order[held * size : (held + kept) * size])
+    hash_ = Hash(sizes_of(target.tensors), plan.bins, draw_seed(stream(seed, "hash")), plan.signed)
+    checked = Examples(simulation, hash_, held_out, size, stream(seed, "validation"), "lti: validation")
+    source: _Source = (
+        _Drawn(simulation, hash_, shown, plan, size, stream(seed, "drawn"))
+        if plan.pseudo
+        else _Shown(simulation, hash_, shown, plan, size, stream(seed, "shown"))
+    )
+    ends = not bool(public.mask.all())
+    shape = NetworkShape(plan.bins, plan.bottleneck, plan.width, size, public.ids.shape[1], vocabulary + ends)
+    scaling = scaling_of(torch.cat([source(-1 - n)[0] for n in range(-(-min(_SCALED, 16 * kept) // plan.batch))]))
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        values, texts = source(step)
+        return scaling(values), _classes(texts, vocabulary, size)
+
+    def validate(network: Network) -> float:
+        return accuracy(network, scaling, checked, vocabulary)
+
+    steps = plan.epochs * -(-kept // plan.batch)
+    every = max(1, min(steps // 20, 500))
+
+    def trained(rate: float, most: int, checkpoint: Path | None, what: str) -> tuple[Network, float, int]:
+        network = Network(shape, stream(seed, "weights")).to(public.ids.device)
+        if plan.own_words:
+            begin_with_words(network, model, shown)
+        recipe = Recipe(most, rate, plan.decay, plan.squared, min(every, most), plan.patience)
+        found = train(network, batch, validate, recipe, checkpoint, what)
+        return network, found.accuracy, found.steps
+
+    rate = plan.learning_rate
+    checkpoint = None if folder is None else folder / "checkpoint.safetensors"
+    if not rate:
+        tries = {r: trained(r, min(plan.trial, steps), None, f"lti: trying a rate of {r:g}")[1] for r in RATES}
+        rate = max(tries, key=lambda r: tries[r])
+    network, right, taken = trained(rate, steps, checkpoint, "lti: training")
+    manifest = new_manifest(
+        target=target,
+        bins=plan.bins,
+        hash_seed=hash_.seed,
+        signed=plan.signed,
+        bottleneck=plan.bottleneck,
+        width=plan.width,
+        length=shape.length,
+        classes=shape.classes,
+        vocabulary=vocabulary,
+        ends=ends,
+        attack={**about, "learning_rate": rate},
+        public=public.where,
+        texts=len(public),
+        steps=taken,
+        accuracy=right,
+    )
+    return Inverter(manifest, network.requires_grad_(False).eval(), scaling)
+
+
+@torch.no_grad()
+def begin_with_words(network: Network, model: TextModel, shown: Public) -> None:
+    """Let the shared layer begin with the model's word vectors, its output vectors where it predicts words, and counts.
+
+    What an update tells of a word goes through these vectors alone, so that a word that occurs once can be read as well
+    as one that occurs a thousand times. As many columns as the network is wide, the rest begins at 0.
+    """
+    tables = [model.word_vectors()]
+    words = set(model.group("word"))
+    shape = tables[0].shape
+    tables += [p.detach() for n, p in model.parameters().items() if n in model.group("head") and n not in words]
+    known = torch.cat([t / t.square().mean().sqrt() for t in tables if t.shape == shape], 1)[:, : network.shape.width]
+    weight, bias = network.shared.weight, network.shared.bias
+    weight.zero_()
+    weight[: len(known), : known.shape[1]] = known / known.shape[1] ** 0.5
+    targets = torch.where(shown.mask, shown.ids, len(known)).flatten()
+    # half a count for what did not occur
+    counts = torch.bincount(targets, minlength=len(bias))[: len(bias)].float() + 0.5
+    bias.copy_((counts / counts.sum()).log())
+
+
+@torch.no_grad()
+def accuracy(network: Network, scaling: Scaling, examples: Examples, vocabulary: int) -> float:
+    """Return the share (0 to 100) of positions read right in examples."""
+    right, count = 0.0, len(examples)
+    for start in range(0, count, 64):
+        some = torch.arange(start, min(start + 64, count))
+        values, texts = examples(some, start)
+        targets = _classes(texts, vocabulary, examples.size)
+        right += hits(network(scaling(values)), targets) * len(some)
+    return right / count
+
+
+def _classes(texts: Public, vocabulary: int, size: int) -> Tensor:
+    """Return the classes [n, B, T]: words, and behind a sentence's end the class after the last word."""
+    return torch.where(texts.mask, texts.ids, vocabulary).view(-1, size, texts.ids.shape[1])
+
+
+class _Shown:
+    """Batches of the public text, shuffled every epoch."""
+
+    def __init__(
+        self, simulation: Simulation, hash_: Hash, texts: Public, plan: Plan, size: int, rng: torch.Generator
+    ) -> None:
+        self._seed, self._batch = draw_seed(rng), plan.batch
+        self._examples = Examples(simulation, hash_, texts, size, rng, "lti: simulating updates")
+
+    def __call__(self, step: int) -> tuple[Tensor, Public]:
+        count = len(self._examples)
+        each = -(-count // self._batch)
+        epoch, place = divmod(step, each)
+        order = torch.randperm(count, generator=stream(self._seed, "order", epoch))
+        return self._examples(order[place * self._batch : (place + 1) * self._batch], step)
+
+
+class _Drawn:
+    """Batches of tokens drawn one by one from the public text's unigram distribution (LTI-P), fresh every step."""
+
+    def __init__(
+        self, simulation: Simulation, hash_: Hash, texts: Public, plan: Plan, size: int, rng: torch.Generator
+    ) -> None:
+        self._simulation, self._hash, self._texts = simulation, hash_, texts
+        self._seed, self._count, self._size = draw_seed(rng), plan.batch * size, size
+        words = texts.ids[texts.mask].cpu()
+        self._frequency = torch.bincount(words).double()
+
+    def __call__(self, step: int) -> tuple[Tensor, Public]:
+        rng = stream(self._seed, "step", step)
+        rows = torch.randint(len(self._texts), (self._count,), generator=rng).to(self._texts.ids.device)
+        like = self._texts.take(rows)  # lengths and labels of public texts
+        drawn = torch.multinomial(self._frequency, like.ids.numel(), replacement=True, generator=rng)
+        ids = torch.where(like.mask, drawn.view_as(like.ids).to(like.ids), like.ids)
+        texts = Public(ids, like.mask, like.labels, like.where)
+        return noised(hashed(self._simulation, self._hash, texts, self._size, rng), self._hash, rng), texts
+
+
+_Source = _Shown | _Drawn

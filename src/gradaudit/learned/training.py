@@ -1,0 +1,169 @@
+"""Training of the network: Adam, a schedule, early stopping by public validation, checkpoints that survive a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradaudit.learned.network import Network, loss_of
+from gradaudit.progress import step as progressed
+
+_SECONDS = 60.0
+"""Between two checkpoints."""
+_WARM = 50
+"""Steps over which the learning rate rises: the first updates of Adam are of full size whatever the gradient's."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the network is trained.
+
+    Args:
+        steps: of the optimizer.
+        learning_rate: Adam's, at its highest.
+        decay: fall to zero by a cosine; else constant.
+        squared: squared loss in place of cross-entropy.
+        every: steps between two validations.
+        patience: validations without a better one after which it stops; 0 never.
+    """
+
+    steps: int
+    learning_rate: float
+    decay: bool
+    squared: bool
+    every: int
+    patience: int
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        rise = min(1.0, (step + 1) / _WARM)
+        fall = 0.5 * (1 + math.cos(math.pi * step / self.steps)) if self.decay else 1.0
+        return self.learning_rate * rise * fall
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a training: the network at its best validation.
+
+    Args:
+        accuracy: of the validation, 0 to 100.
+        step: at which it was.
+        steps: taken in all.
+    """
+
+    accuracy: float
+    step: int
+    steps: int
+
+
+def train(
+    network: Network,
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    validate: Callable[[Network], float],
+    recipe: Recipe,
+    checkpoint: Path | None,
+    what: str,
+) -> Trained:
+    """Train a network in place and leave it at its best validation.
+
+    Args:
+        network: with its first weights.
+        batch: gives inputs [n, bins] and targets [n, B, T] of a step; the same for the same step, so that a training
+            that was stopped goes on as it would have.
+        validate: gives the accuracy on held-out public text.
+        recipe: how to train.
+        checkpoint: file that is written about once a minute and read when it is there; None for none. Whoever calls
+            removes it.
+        what: name for the progress bar.
+    """
+    parameters = dict(network.named_parameters())
+    state = _State(parameters)
+    if checkpoint is not None:
+        state.read(checkpoint, network)
+    saved = time.monotonic()
+    optimizer = state.optimizer
+    for number in range(state.step, recipe.steps):
+        if recipe.patience and state.waited >= recipe.patience:
+            break
+        inputs, targets = batch(number)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate(number)
+        with torch.enable_grad():
+            loss = loss_of(network(inputs), targets, recipe.squared)
+            optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(loss)
+        optimizer.step()
+        state.step = number + 1
+        if state.step % recipe.every == 0 or state.step == recipe.steps:
+            state.judged(validate(network), network)
+        progressed(what, state.step, recipe.steps)
+        if checkpoint is not None and time.monotonic() - saved > _SECONDS:
+            state.write(checkpoint, network)
+            saved = time.monotonic()
+    if checkpoint is not None and state.step < recipe.steps:
+        state.write(checkpoint, network)
+    if state.best:
+        network.load_state_dict(state.best)
+    return Trained(max(state.accuracy, 0.0), state.best_step, state.step)
+
+
+class _State:
+    """All that a training needs to go on."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        self.optimizer = torch.optim.Adam(parameters.values())
+        self.step, self.waited, self.best_step = 0, 0, 0
+        self.accuracy = -1.0
+        self.best: dict[str, Tensor] = {}
+
+    def judged(self, accuracy: float, network: Network) -> None:
+        self.waited += 1
+        if accuracy > self.accuracy:
+            self.accuracy, self.best_step, self.waited = accuracy, self.step, 0
+            self.best = {n: p.detach().clone() for n, p in network.named_parameters()}
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self.parameters.items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                yield f"{kind}.{name}", self.optimizer.state[p][kind]
+
+    def write(self, path: Path, network: Network) -> None:
+        held = {f"now.{n}": p.detach() for n, p in network.named_parameters()}
+        held |= {f"best.{n}": p for n, p in self.best.items()} | dict(self._moments())
+        numbers = {"step": self.step, "waited": self.waited, "best": self.best_step, "accuracy": self.accuracy}
+        fresh = path.with_suffix(".new")
+        save_file({n: t.cpu().contiguous() for n, t in held.items()}, fresh, {"state": json.dumps(numbers)})
+        os.replace(fresh, path)
+
+    def read(self, path: Path, network: Network) -> None:
+        """Take up what was written; a file that is not of this training is passed over."""
+        try:
+            with safe_open(path, "pt") as file:
+                numbers = json.loads((file.metadata() or {})["state"])
+                shapes = {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
+            wanted = {n: tuple(p.shape) for n, p in self.parameters.items()}
+            if any(shapes.get(f"{kind}.{n}") != s for n, s in wanted.items() for kind in ("now", "exp_avg")):
+                return
+            held = load_file(path)
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                p.copy_(held[f"now.{name}"])
+                moments = {k: held[f"{k}.{name}"].to(p) for k in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[p] = {"step": torch.tensor(float(numbers["step"])), **moments}
+        device = next(iter(self.parameters.values())).device
+        self.best = {n.removeprefix("best."): t.to(device) for n, t in held.items() if n.startswith("best.")}
+        self.step, self.waited = int(numbers["step"]), int(numbers["waited"])
+        self.best_step, self.accuracy = int(numbers["best"]), float(numbers["accuracy"])

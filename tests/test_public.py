@@ -1,0 +1,186 @@
+"""[public] text and windows: what the attacker has is apart from what is audited, and is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradaudit import audit
+from gradaudit.case import Case, parse_case
+from gradaudit.cli import app
+from gradaudit.data.windows import apart, windows
+from gradaudit.errors import BadInputError
+from gradaudit.fitting import INVERTERS
+from gradaudit.learned import training
+from gradaudit.learned.inverter import MANIFEST
+from gradaudit.record import Record, read_lines
+from made_data import rows_of
+from tiny_models import MADE_UP, sentences
+
+LTI = {"name": "lti", "share": 0.2, "bottleneck": 16, "width": 8, "epochs": 1, "learning_rate": 1e-3}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "private.txt").write_text("\n".join(sentences([9] * 12, 1, distinct=False)))
+    (tmp_path / "public.txt").write_text("\n".join(sentences([9] * 60, 2, distinct=False)))
+    return tmp_path
+
+
+def case(folders, **more) -> Case:
+    return parse_case({
+        "model": f"random:{folders['gpt2']}", "task": "causal-lm", "client": {"freeze": ["word"]},
+        "data": {"path": "private.txt", "window": 4, "batches": 2}, "public": {"path": "public.txt"}, "attack": LTI,
+    } | more)  # fmt: skip
+
+
+def prepared(folders, files: Path, **more) -> audit.Prepared:
+    return audit.prepare(case(folders, **more), files, audit.pick_device("cpu"))
+
+
+def test_windows_are_the_rows_tokens_in_their_order(load):
+    model = load("bert")
+    words = MADE_UP[:10]
+    rows = rows_of(" ".join(words[:3]), "  ", " ".join(words[3:10]))
+    found = windows(rows, model, 4, whole=True)
+    assert found.ids is not None
+    flat = [i for row in found.ids for i in row]
+    assert model.decode(flat).split() == words[:8], "what is left over at the end is dropped"
+    assert not set(flat) & model.special.ids, "no special tokens"
+    assert list(found.texts) == [" ".join(words[:4]), " ".join(words[4:8])]
+    strange = rows_of(" ".join([*words[:2], "unheard-of", *words[2:7]]))
+    assert windows(strange, model, 4, whole=False).ids is not None
+    kept = windows(strange, model, 4, whole=True).ids
+    assert kept is not None
+    assert all(model.unknown not in row for row in kept)
+    assert len(kept) < len(windows(strange, model, 4, whole=False).texts)
+    with pytest.raises(BadInputError, match="longer than the model takes"):
+        windows(rows, model, 10_000, whole=True)
+    with pytest.raises(BadInputError, match="no window of 11 tokens"):
+        windows(rows, model, 11, whole=True)
+
+
+def test_public_rows_share_nothing_with_audited_ones(load):
+    model = load("gpt2")
+    private = rows_of("a b  c", "d e", "f g")
+    assert apart(rows_of("a b c", "D e", "d e", " ", "x"), private, [0, 1]) == [1, 4]
+    words = MADE_UP[:12]
+    audited = windows(rows_of(" ".join(words[:8])), model, 4, whole=True)
+    shifted = windows(rows_of(" ".join([MADE_UP[20], *words])), model, 4, whole=False)
+    assert shifted.ids is not None
+    kept = apart(shifted, audited, [0])
+    assert audited.ids is not None
+    runs = {audited.ids[0][n : n + 2] for n in range(3)}
+    assert kept == [1, 2], "another start of the cut brings nothing back; the second private window is not audited"
+    assert all(shifted.ids[n][k : k + 2] not in runs for n in kept for k in range(3))
+
+
+def test_the_case_s_public_text_is_apart_and_drawn_as_asked(folders, files):
+    (files / "public.txt").write_text((files / "public.txt").read_text() + "\n" + (files / "private.txt").read_text())
+    ready = prepared(folders, files)
+    assert ready.public is not None
+    private = {tuple(row) for n in range(2) for row in audit.private_batch(ready, n).sequences()}
+    public = {tuple(row.tolist()) for row in ready.public.ids}
+    assert len(private) == 2
+    assert not private & public
+    assert all(len(row) == 4 for row in private | public)
+    few = prepared(folders, files, public={"path": "public.txt", "rows": 10, "shuffle_seed": 1}).public
+    assert few is not None
+    assert len(few) == 10
+    assert {tuple(row.tolist()) for row in few.ids} <= public
+    with pytest.raises(BadInputError, match="no row that is in no audited batch"):
+        whole = {"data": {"path": "private.txt", "window": 4, "batches": 27}, "public": {"path": "private.txt"}}
+        prepared(folders, files, **whole)
+
+
+def test_cases_that_make_no_sense_are_refused(folders):
+    with pytest.raises(BadInputError, match=r"add a \[public\] table"):
+        case(folders, public=None)
+    with pytest.raises(BadInputError, match='needs task = "causal-lm"'):
+        case(folders, task="classification")
+    with pytest.raises(BadInputError, match="did you mean 'rows'"):
+        case(folders, public={"path": "public.txt", "row": 3})
+    plain = case(folders, attack={"name": "blind"}, public=None)
+    assert "public" not in plain.model_dump(exclude_none=True)
+    assert case(folders).content_hash() != case(folders, public={"path": "public.txt", "rows": 9}).content_hash()
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code in (0, 3), result.output
+    return result.output
+
+
+def toml_of(folders, files: Path, axes: str = "", attack: str = "") -> Path:
+    path = files / "case.toml"
+    fields = "\n".join(f"{key} = {json.dumps(value)}" for key, value in LTI.items())
+    path.write_text(f"""
+model = "random:{folders["gpt2"]}"
+task = "causal-lm"
+[data]
+path = "private.txt"
+window = 4
+batches = 2
+[public]
+path = "public.txt"
+[client]
+freeze = ["word"]
+[attack]
+{attack or fields}
+{axes}
+""")
+    return path
+
+
+def test_run_fits_once_and_says_what_the_attacker_had(folders, files):
+    path, out = toml_of(folders, files), files / "out"
+    run("run", path, "--out", out)
+    records = list(read_lines(out / "records.jsonl", Record))
+    rows = prepared(folders, files).public
+    assert rows is not None
+    assert [r.knowledge["public"]["rows"] for r in records] == [len(rows)] * 2
+    assert all("public.txt" in r.knowledge["public"]["path"] and r.error is None for r in records)
+    assert "public.txt" in (out / "report.html").read_text()
+    (place,) = (out / INVERTERS).iterdir()
+    made = (place / MANIFEST).stat().st_mtime_ns
+    (out / "records.jsonl").write_text("")
+    run("run", path, "--out", out)
+    assert (place / MANIFEST).stat().st_mtime_ns == made, "what was learned is read, not learned again"
+
+
+def test_a_sweep_over_defenses_fits_each(folders, files):
+    axes = '[axes]\ndefense = [[], [{name = "sign"}]]\n"data.skip" = [0, 2]'
+    out = files / "sweep"
+    run("sweep", toml_of(folders, files, axes), "--out", out)
+    with open(out / "sweep.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["error"] for row in rows] == [""] * 4
+    kept = [json.loads((place / MANIFEST).read_text()) for place in (out / INVERTERS).iterdir()]
+    assert sorted(len(m["target"]["defenses"]) for m in kept) in ([0, 1], [0, 0, 1, 1]), "one a defense and public text"
+
+
+def test_fit_makes_what_run_and_attack_take(folders, files, monkeypatch):
+    path, inverter = toml_of(folders, files), files / "inverter"
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as inside:
+        inside.setattr(training, "progressed", stopped)
+        assert "run the same command again" in " ".join(run("fit", path, "--out", inverter).split())
+    assert not (inverter / MANIFEST).exists()
+    assert "accuracy" in run("fit", path, "--out", inverter)
+    told = json.loads(run("fit", path, "--out", inverter, "--json"))
+    assert told["texts"] == json.loads((inverter / MANIFEST).read_text())["texts"]
+    again = CliRunner().invoke(app, ["fit", str(path), "--out", str(inverter), "--set", "attack.epochs=2"])
+    assert isinstance(again.exception, BadInputError)
+    assert "what another case learned" in str(again.exception)
+    used = toml_of(folders, files, attack=f'name = "lti"\ninverter = "{inverter}"')
+    run("run", used, "--out", files / "used")
+    records = list(read_lines(files / "used" / "records.jsonl", Record))
+    assert [r.error for r in records] == [None, None]
+    assert not (files / "used" / INVERTERS).exists()
