@@ -16,7 +16,7 @@ from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction
 from tiny_models import ENCODERS, MADE_UP, OTHERS, SETTINGS, batch_of, seen_of, sentences
 
-ATTACKS = sorted(name for name in known("attack") if name != "blind")
+ATTACKS = sorted(name for name, cls in known("attack").items() if name != "blind" and "classification" in cls.tasks)
 GIVEN = Given(lengths=True, labels=True)
 QUICK = {
     "dlg": {"steps": 15},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -17,18 +16,21 @@ from pydantic import ValidationError
 
 import gradaudit
 from gradaudit.arithmetic import multiplied_by
-from gradaudit.attacks.base import Attack, ModelChangedError
+from gradaudit.attacks.base import Attack
+from gradaudit.attempt import attempt
+from gradaudit.audit_images import PreparedImages, audit_images, prepare_images
 from gradaudit.case import Case
+from gradaudit.case_client import client_of
 from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
-from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError
+from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
 from gradaudit.metrics import text as metrics
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.base import Model, ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
 from gradaudit.one_writer import only_writer
-from gradaudit.record import Record, RunInfo, Texts, append_line, finite, read_lines
+from gradaudit.record import Pictures, Record, RunInfo, Texts, append_line, finite, read_lines
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
@@ -36,7 +38,7 @@ from gradaudit.types import Batch, Observation, Update
 from gradaudit.unfinished import kept_in
 from gradaudit.warm_up import warm_up
 
-RECORDS, TEXTS, INFO = "records.jsonl", "texts.jsonl", "run.json"
+RECORDS, TEXTS, IMAGES, INFO = "records.jsonl", "texts.jsonl", "images.jsonl", "run.json"
 
 
 UNFINISHED = "unfinished"
@@ -47,7 +49,7 @@ _PUBLIC = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case with its model, data and attack at hand."""
+    """A case of text with its model, data and attack at hand."""
 
     case: Case
     model: TransformersModel
@@ -78,7 +80,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersModel | None = None) -> Prepared:
+def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> Prepared | PreparedImages:
     """Load what a case names and check that it fits together, before any batch runs.
 
     Args:
@@ -92,11 +94,19 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         MissingKnowledgeError: the attack needs what [knowledge] does not give.
     """
     attack = case.build_attack()
-    missing = [need for need in attack.needs if not getattr(case.knowledge, need)]
+    missing = [need for need in attack.needs if not getattr(case.knowledge, need, True)]
     if missing:
         raise MissingKnowledgeError(
             f"attack '{attack.name}' must be given {', '.join(missing)}: set {missing[0]} = true in [knowledge]"
         )
+    if case.task == "image-classification":
+        return prepare_images(case, base, device, loaded)
+    return prepare_text(case, base, device, loaded)
+
+
+def prepare_text(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> Prepared:
+    """Load what a case of text names; see `prepare`."""
+    attack = case.build_attack()
     rows = load_rows(case.data, base)
     if case.task == "classification" and rows.labels is None:
         raise BadInputError('task "classification" needs a label column: set label in [data]')
@@ -110,7 +120,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         lora=case.lora.given() if case.lora is not None else None,
         loss=case.loss,
     )
-    model = loaded if loaded is not None else load_model(spec, device)
+    model = loaded if isinstance(loaded, TransformersModel) else load_model(spec, device)
     if loaded is None and spec.lora is not None and spec.lora.warmup:
         warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
     selection = Selection(case.selection.tensors)
@@ -119,21 +129,6 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
     return Prepared(case, model, rows, batches, client, selection, attack, device)
-
-
-def client_of(case: Case, model: TransformersModel) -> Client:
-    """Return the client of a case's [client] and [[defense]] tables, training a model."""
-    how = case.client
-    return Client(
-        model,
-        how.training(),
-        how.dropout,
-        how.freeze,
-        case.build_defenses(),
-        how.dropout_rate,
-        how.padding,
-        how.clients,
-    )
 
 
 def _public_batches(
@@ -181,20 +176,13 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
     update, seen = sent(ready, batch, index)
     blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
     baseline = judge(model, batch, blind, case.metrics.published)
-    found, verdict, error = None, None, None
-    began = time.perf_counter()
-    try:
-        found = attack(seen, stream(case.seed, "attack", index))
-        seconds = time.perf_counter() - began
-        verdict = judge(model, batch, found, case.metrics.published)
-    except AuditError as problem:
-        error = str(problem)
-        seconds = time.perf_counter() - began
-    except ModelChangedError:
-        raise  # every later batch would be attacked on another model
-    except Exception as problem:  # a failing batch is a record; the others go on
-        error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        seconds = time.perf_counter() - began
+    tried = attempt(
+        attack,
+        seen,
+        stream(case.seed, "attack", index),
+        lambda found: judge(model, batch, found, case.metrics.published),
+    )
+    found, verdict, error, seconds = tried.found, tried.verdict, tried.error, tried.seconds
     diagnosis = None
     if case.metrics.diagnose and found is not None and verdict is not None and attack.name != "blind":
         diagnosis = diagnose(model, batch, seen, found, verdict.all_exact)
@@ -258,7 +246,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
     return record, texts
 
 
-def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None) -> Iterator[Record]:
+def run(ready: Prepared | PreparedImages, out: Path, each: Callable[[Record], None] | None = None) -> Iterator[Record]:
     """Run a case into a folder and yield every record, those of an earlier run of the same case first.
 
     A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch, and with
@@ -266,7 +254,7 @@ def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None
 
     Args:
         ready: the prepared case.
-        out: folder for records.jsonl, texts.jsonl and run.json.
+        out: folder for records.jsonl, texts.jsonl or images.jsonl, and run.json.
         each: called before a batch starts is not needed; called with each new record.
 
     Raises:
@@ -279,15 +267,25 @@ def run(ready: Prepared, out: Path, each: Callable[[Record], None] | None = None
                 yield done[index]
                 continue
             with kept_in(out / UNFINISHED / f"{ready.case.content_hash()[:16]}-{index}.safetensors"):
-                record, texts = audit_batch(ready, index)
-                append_line(out / TEXTS, texts, private=True)
-                append_line(out / RECORDS, record)
+                record = audited(ready, index, out)
             if each is not None:
                 each(record)
             yield record
 
 
-def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, Record]:
+def audited(ready: Prepared | PreparedImages, index: int, out: Path) -> Record:
+    """Audit one batch and write down what came of it, the private side first."""
+    private: Texts | Pictures
+    if isinstance(ready, PreparedImages):
+        record, private = audit_images(ready, index)
+    else:
+        record, private = audit_batch(ready, index)
+    append_line(out / (IMAGES if isinstance(private, Pictures) else TEXTS), private, private=True)
+    append_line(out / RECORDS, record)
+    return record
+
+
+def open_folder(ready: Prepared | PreparedImages, out: Path, shared: bool = False) -> dict[int, Record]:
     """Make or reopen a run's folder and return the finished records of this case by batch.
 
     Args:
@@ -302,6 +300,7 @@ def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, R
     mine = ready.case.content_hash()
     _drop_cut_line(out / RECORDS)
     _drop_cut_line(out / TEXTS)
+    _drop_cut_line(out / IMAGES)
     records = list(read_lines(out / RECORDS, Record))
     if not shared and any(r.case != mine for r in records):
         raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
@@ -330,7 +329,7 @@ def _drop_cut_line(path: Path) -> None:
             file.truncate(data.rfind(b"\n") + 1)
 
 
-def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo:
+def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None = None) -> RunInfo:
     """Return what the run's folder says of itself."""
     model, case = ready.model, ready.case
     return RunInfo(
@@ -346,7 +345,7 @@ def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo
             "parameters": sum(p.numel() for p in model.parameters().values()),
             "random_weights": model.spec.random_weights,
         },
-        data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows.texts)},
+        data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows)},
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "numpy")},
@@ -377,7 +376,8 @@ def describe_client(case: Case) -> str:
     frozen = f", frozen: {', '.join(client.freeze)}" if client.freeze else ", everything trained"
     defended = f", defenses: {', '.join(str(d['name']) for d in case.defense)}" if case.defense else ""
     size = case.data.batch_size
-    return f"{what} on {size} sentence{'s' * (size > 1)}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
+    unit = "image" if case.task == "image-classification" else "sentence"
+    return f"{what} on {size} {unit}{'s' * (size > 1)}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
 
 
 def _published(verdict: Judgment | None, baseline: Judgment, case: Case) -> dict[str, metrics.Scores]:

@@ -270,8 +270,11 @@ def check(
         return
     out.print_json(json.dumps(case.resolved()))
     out.print(f"hash {case.content_hash()}; model {ready.model.spec.title}; data {ready.rows.where}")
+    first = f"{ready.case.data.batch_size} images"
+    if cost.tokens is not None:
+        first = f"{cost.tokens} tokens, load b/d {cost.load:.2f}"
     out.print(
-        f"first batch: {cost.tokens} tokens, load b/d {cost.load:.2f}; the attacker sees {100 * cost.share:.2f}% of "
+        f"first batch: {first}; the attacker sees {100 * cost.share:.2f}% of "
         f"the parameters\nestimate: {cost.seconds:.0f} s for {len(ready.batches)} batches, {cost.memory_mib:.0f} MiB"
     )
 

@@ -15,10 +15,11 @@ import torch
 from pydantic import ValidationError
 
 from gradaudit import audit
+from gradaudit.audit_images import PreparedImages
 from gradaudit.case import Case, case_data, parse_case
 from gradaudit.errors import AuditError, BadInputError, unknown_name
 from gradaudit.metrics.summary import summarize
-from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.base import Model
 from gradaudit.progress import step
 from gradaudit.record import SCORES, Record, Summary
 from gradaudit.utility import Utility, UtilityTable, kept_utility
@@ -182,7 +183,7 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iter
         BadInputError: the folder cannot be written.
     """
     results: list[Result] = []
-    loaded: dict[str, TransformersModel] = {}
+    loaded: dict[str, Model] = {}
     for number, point in enumerate(sweep.points, 1):
         results.append(_run(point, sweep.utility, base, out, device, loaded))
         _write(out / TABLE, results)
@@ -196,7 +197,7 @@ def _run(
     base: Path,
     out: Path,
     device: torch.device,
-    loaded: dict[str, TransformersModel],
+    loaded: dict[str, Model],
 ) -> Result:
     records: list[Record] = []
     case = point.case
@@ -216,6 +217,8 @@ def _run(
     summary = summarize(records)[0]
     if cost is None:
         return Result(point, summary, tuple(records))
+    if isinstance(ready, PreparedImages):
+        return Result(point, summary, tuple(records), no_utility="utility is measured on text; leave [utility] away")
     try:
         found = kept_utility(out / UTILITY, case, cost, ready.model, ready.rows)
     except AuditError as error:  # what was attacked is not lost by it

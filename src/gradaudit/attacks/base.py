@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, final
+from typing import ClassVar, Generic, final
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
+from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Knowledge, Observation, Reconstruction
 
+M = TypeVar("M", bound=Model, default=TextModel)
 
-class Attack(ABC):
-    """Base of every attack. Subclasses are frozen dataclasses, registered with `@register`, and write only `run`."""
+
+class Attack(ABC, Generic[M]):
+    """Base of every attack. Subclasses are frozen dataclasses, registered with `@register`, and write only `run`.
+
+    `Attack` attacks models of text, `Attack[ImageModel]` those of images and `Attack[Model]` both; `tasks` says so too.
+    """
 
     kind: ClassVar[str] = "attack"
     name: ClassVar[str]
@@ -35,7 +42,7 @@ class Attack(ABC):
         return "*" in self.models_defenses or defense in self.models_defenses
 
     @final
-    def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    def __call__(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:
         """Check what the attack needs, run it, and leave the model as it was, even after an error.
 
         Args:
@@ -72,7 +79,7 @@ class Attack(ABC):
                 ) from broken
 
     @abstractmethod
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    def run(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:
         """Recover what can be recovered.
 
         Args:
@@ -104,7 +111,7 @@ class ModelChangedError(RuntimeError):
     """An attack wrote into the model or into what it saw: every later number would be about another model."""
 
 
-def _numbers(seen: Observation) -> list[int]:
+def _numbers(seen: Observation[Model]) -> list[int]:
     """Return checksums of all weights and of all that was seen; in-place writes of any kind change them."""
     return [_checksum(t.detach()) for t in (*seen.model.parameters().values(), *seen.tensors.values())]
 
@@ -118,7 +125,7 @@ def _checksum(tensor: Tensor) -> int:
     return int(data[:whole].view(torch.int64).sum()) ^ int(data[whole:].sum())
 
 
-def needs_of(attack: type[Attack]) -> tuple[str, ...]:
+def needs_of(attack: type[Attack[Model]]) -> tuple[str, ...]:
     """Return the knowledge an attack class needs, checked against the fields of `Knowledge`."""
     unknown = [n for n in attack.needs if n not in Knowledge.__dataclass_fields__]
     if unknown:

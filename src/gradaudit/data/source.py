@@ -36,14 +36,15 @@ class DataSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["sample"] | None = Field(
+    source: Literal["sample", "digits"] | None = Field(
         default=None,
-        description='"sample" for the embedded sentences; taken when neither path nor hub is given',
+        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub',
     )
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="local file (csv, tsv, jsonl, parquet, txt), from the case file's or current folder",
+        description="local file (csv, tsv, jsonl, parquet, txt; images: parquet or a folder of classes), from the "
+        "case file's or current folder",
     )
     hub: str | None = Field(
         default=None, min_length=1, description="id of a data set on the Hugging Face hub (gradaudit[data])"
@@ -54,9 +55,10 @@ class DataSpec(BaseModel):
     text: str | ColumnNumber = Field(
         default="text", description="column of the text: a name, or a number counted from 0"
     )
+    image: str | ColumnNumber = Field(default="image", description="column of the encoded images: a name, or a number")
     label: str | ColumnNumber | None = Field(
         default=None,
-        description="column of the class label: a name, or a number counted from 0; the sample has its own",
+        description="column of the class label: a name, or a number counted from 0; the sample and images have theirs",
     )
     shuffle_seed: int | None = Field(
         default=None,
@@ -64,7 +66,7 @@ class DataSpec(BaseModel):
         le=2**32 - 1,
         description="numpy seed that shuffles the rows first (the papers use 101); file order without it",
     )
-    batch_size: int = Field(default=1, ge=1, description="texts a batch")
+    batch_size: int = Field(default=1, ge=1, description="texts or images a batch")
     batches: int = Field(default=1, ge=1, description="number of batches")
     skip: int = Field(default=0, ge=0, description="rows of the drawn order to pass over first")
 
@@ -105,6 +107,9 @@ class Rows:
     where: str
     sha256: str
 
+    def __len__(self) -> int:
+        return len(self.texts)
+
 
 def load_rows(spec: DataSpec, base: Path) -> Rows:
     """Return all rows of the source a spec names.
@@ -119,8 +124,10 @@ def load_rows(spec: DataSpec, base: Path) -> Rows:
         BadInputError: the source cannot be read, or does not hold what the spec asks for.
     """
     if spec.hub is not None:
-        table, declared = _hub(spec.hub, spec)
+        table, declared = hub_table(spec.hub, spec, spec.label)
         return _rows(table, spec.text, spec.label, declared, None)
+    if spec.source == "digits":
+        raise BadInputError('source = "digits" has images: set task = "image-classification", or leave source away')
     if spec.path is None:
         data = SAMPLE.read_bytes()
         label = "label" if spec.label is None else spec.label
@@ -144,6 +151,24 @@ def load_rows(spec: DataSpec, base: Path) -> Rows:
     return _rows(table, spec.text, spec.label, (), data)
 
 
+def draw_numbers(spec: DataSpec, count: int, where: str) -> list[tuple[int, ...]]:
+    """Return the row numbers of each batch of a source with so many rows; see `draw`."""
+    needed = spec.skip + spec.batches * spec.batch_size
+    if needed > count:
+        raise BadInputError(
+            f"batch larger than the data: {where} has {count} rows and {needed} are needed "
+            f"(skip {spec.skip} + {spec.batches} batches of {spec.batch_size}); "
+            "lower batch_size, batches or skip"
+        )
+    order = list(range(count))
+    if spec.shuffle_seed is not None:
+        # the legacy generator, because the papers' indices come from it
+        np.random.RandomState(spec.shuffle_seed).shuffle(order)
+    chosen = order[spec.skip : needed]
+    size = spec.batch_size
+    return [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+
+
 def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
     """Return the row numbers of each batch, counted from 0.
 
@@ -156,26 +181,14 @@ def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
     Raises:
         BadInputError: there are too few rows, or a drawn row holds no text.
     """
-    needed = spec.skip + spec.batches * spec.batch_size
-    if needed > len(rows.texts):
-        raise BadInputError(
-            f"batch larger than the data: {rows.where} has {len(rows.texts)} rows and {needed} are needed "
-            f"(skip {spec.skip} + {spec.batches} batches of {spec.batch_size}); "
-            "lower batch_size, batches or skip"
-        )
-    order = list(range(len(rows.texts)))
-    if spec.shuffle_seed is not None:
-        # the legacy generator, because the papers' indices come from it
-        np.random.RandomState(spec.shuffle_seed).shuffle(order)
-    chosen = order[spec.skip : needed]
-    for row in chosen:
+    batches = draw_numbers(spec, len(rows.texts), rows.where)
+    for row in (row for batch in batches for row in batch):
         if not rows.texts[row].strip():
             raise BadInputError(
                 f"row {row} (counted from 0) of {rows.where} is drawn but holds no text; "
                 "delete that row, or change skip or shuffle_seed to pass over it"
             )
-    size = spec.batch_size
-    return [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+    return batches
 
 
 def make_batch(model: TextModel, texts: Sequence[str], labels: Sequence[int] | None) -> Batch:
@@ -265,8 +278,17 @@ def _text_lines(data: bytes, spec: DataSpec) -> Rows:
     return Rows(texts, None, (), where, hashlib.sha256(data).hexdigest())
 
 
-def _hub(hub: str, spec: DataSpec) -> tuple[Table, tuple[str, ...]]:
-    """Return the table of a hub data set, and the class names it declares for the label column."""
+def hub_table(
+    hub: str, spec: DataSpec, label: str | int | None, image: str | int | None = None
+) -> tuple[Table, tuple[str, ...]]:
+    """Return the table of a hub data set, and the class names it declares for the label column.
+
+    Args:
+        hub: its id.
+        spec: configuration and split.
+        label: column of the label.
+        image: column of images, which stay encoded.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -287,8 +309,12 @@ def _hub(hub: str, spec: DataSpec) -> tuple[Table, tuple[str, ...]]:
     names = tuple(loaded.column_names)
     table = Table(where, names, len(names), lambda number: list(loaded[names[number]]), row_place)
     declared: tuple[str, ...] = ()
-    if spec.label is not None:
-        feature = loaded.features[names[pick(table, "label", spec.label)]]
+    if image is not None:
+        column = names[pick(table, "image", image)]
+        if isinstance(loaded.features[column], datasets.Image):
+            loaded = loaded.cast_column(column, datasets.Image(decode=False))
+    if label is not None:
+        feature = loaded.features[names[pick(table, "label", label)]]
         declared = tuple(getattr(feature, "names", None) or ())
     return table, declared
 

@@ -96,7 +96,7 @@ def _row(summary: Summary, own: Sequence[Record]) -> Row:
         blind = summary.baseline.get(name)
         cells.append(Cell(summary.scores.get(name), blind.mean if blind and not is_blind else None))
     spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
-    loads = [r.load for r in own]
+    loads = [r.load for r in own if r.load is not None]
     return Row(
         attack=summary.attack,
         is_blind=is_blind,
