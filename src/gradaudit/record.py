@@ -10,7 +10,7 @@ import base64
 import binascii
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -166,6 +166,11 @@ class Record(_Plain):
     details: dict[str, Any] = {}
     images: tuple[ImageMarks, ...] = ()
     images_baseline: tuple[ImageMarks, ...] = ()
+
+
+def score_names(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return the names of the scores that records have: those of images or those of text."""
+    return IMAGE_SCORES if any(name in r.scores for r in records for name in IMAGE_SCORES) else SCORES
 
 
 class Pictures(_Plain):

@@ -21,7 +21,7 @@ from gradaudit.errors import AuditError, BadInputError, unknown_name
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import Model
 from gradaudit.progress import step
-from gradaudit.record import SCORES, Record, Summary
+from gradaudit.record import IMAGE_SCORES, SCORES, Record, Summary
 from gradaudit.utility import Utility, UtilityTable, kept_utility
 
 MOST = 10_000
@@ -228,7 +228,9 @@ def _run(
 
 def _write(path: Path, results: Sequence[Result]) -> None:
     axes = list(results[0].point.values)
-    sides = [f"{name} {part}" for name in SCORES for part in ("mean", "low", "high")]
+    images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
+    names, main = (IMAGE_SCORES, "mse") if images else (SCORES, "rougeL")
+    sides = [f"{name} {part}" for name in names for part in ("mean", "low", "high")]
     rows = []
     for result in results:
         row: dict[str, Any] = dict(result.point.values) | {"case": result.point.case.content_hash()}
@@ -236,14 +238,17 @@ def _write(path: Path, results: Sequence[Result]) -> None:
         if result.summary is not None:
             found = result.summary
             row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds}
-            row |= {"flags": " ".join(found.flags), "blind rougeL": found.baseline["rougeL"].mean}
+            row |= {
+                "flags": " ".join(found.flags),
+                f"blind {main}": found.baseline[main].mean if main in found.baseline else None,
+            }
             if result.utility is not None:
                 row |= {name: value for name, value in asdict(result.utility).items() if name in COSTS}
-            for name in SCORES:
+            for name in found.scores.keys() & set(names):
                 value = found.scores[name]
                 row |= {f"{name} mean": value.mean, f"{name} low": value.low, f"{name} high": value.high}
         rows.append(row)
-    columns = [*axes, "batches", "failed", *sides, "blind rougeL", *COSTS, "seconds", "flags", "error", "case"]
+    columns = [*axes, "batches", "failed", *sides, f"blind {main}", *COSTS, "seconds", "flags", "error", "case"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf8", newline="") as file:

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import bootstrap
 
-from gradaudit.record import IMAGE_SCORES, LOWER_LEAKS, SCORES, Interval, Record, Summary
-
-
-def score_names(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return the names of the scores that records have: those of images or those of text."""
-    return IMAGE_SCORES if any(name in r.scores for r in records for name in IMAGE_SCORES) else SCORES
+from gradaudit.record import LOWER_LEAKS, Interval, Record, Summary, score_names
 
 
 def interval(values: Sequence[float | None], low_is_worst: bool = False) -> Interval:
