@@ -25,6 +25,7 @@ from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
+from gradaudit.learned import learned_in
 from gradaudit.metrics import text as metrics
 from gradaudit.models.base import Model, ModelSpec
 from gradaudit.models.transformers import TransformersModel
@@ -41,6 +42,8 @@ from gradaudit.warm_up import warm_up
 RECORDS, TEXTS, IMAGES, INFO = "records.jsonl", "texts.jsonl", "images.jsonl", "run.json"
 
 
+LEARNED = "learned"
+"""Folder of what attacks learn from public data."""
 UNFINISHED = "unfinished"
 """Folder of what attacks keep of batches they have not finished."""
 _PUBLIC = 8
@@ -260,7 +263,7 @@ def run(ready: Prepared | PreparedImages, out: Path, each: Callable[[Record], No
     Raises:
         BadInputError: the folder holds records of another case, cannot be written, or another program writes there.
     """
-    with only_writer(out):
+    with only_writer(out), learned_in(out / LEARNED):
         done = open_folder(ready, out)
         for index in range(len(ready.batches)):
             if index in done:

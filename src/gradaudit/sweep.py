@@ -18,6 +18,7 @@ from gradaudit import audit
 from gradaudit.audit_images import PreparedImages
 from gradaudit.case import Case, case_data, parse_case
 from gradaudit.errors import AuditError, BadInputError, unknown_name
+from gradaudit.learned import learned_in
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import Model
 from gradaudit.progress import step
@@ -209,9 +210,10 @@ def _run(
         if case.lora is None:
             loaded.clear()
             loaded[key] = ready.model
-        for record in audit.run(ready, out / case.content_hash()):
-            records.append(record)
-            step(f"batches: {point.title}", len(records), len(ready.batches))
+        with learned_in(out / audit.LEARNED):  # points with the same public data learn once
+            for record in audit.run(ready, out / case.content_hash()):
+                records.append(record)
+                step(f"batches: {point.title}", len(records), len(ready.batches))
     except AuditError as error:
         return Result(point, None, error=str(error))
     summary = summarize(records)[0]

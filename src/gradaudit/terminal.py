@@ -127,8 +127,8 @@ def sweep_table(results: Sequence[Result]) -> Table:
     images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
     if images:
         table.caption = (
-            "MSE of pixels in 0 to 1 (lower: more leaked), PSNR in dB, in brackets the 95% interval over batches; blind: "
-            "MSE without any gradient; <: upper bound, the attack does not reckon with a defense there"
+            "MSE of pixels in 0 to 1 (lower: more leaked), PSNR in dB, in brackets the 95% interval over batches; "
+            "blind: MSE without any gradient; <: upper bound, the attack does not reckon with a defense there"
         )
     shown = ("MSE", "PSNR", "SSIM") if images else ("R-1", "R-L", "exact")
     names = (*shown, "blind", "batches", "s") + (("acc", "mcc", "epsilon") if costs else ())
@@ -158,7 +158,8 @@ def sweep_table(results: Sequence[Result]) -> Table:
 
 def _image_sweep_cells(found: Summary) -> list[str]:
     bound = "< " if "defense-not-modeled" in found.flags else ""
-    scores = [_image_cell(found.scores[name], _DIGITS[name]) for name in ("mse", "psnr", "ssim")]
+    plain = [found.scores[name].model_copy(update={"low": None}) for name in ("psnr", "ssim")]
+    scores = [_image_cell(found.scores["mse"], _DIGITS["mse"]), _image_cell(plain[0], 1), _image_cell(plain[1], 2)]
     failed = f" ({found.failed} failed)" if found.failed else ""
     blind = _image_cell(found.baseline["mse"].model_copy(update={"low": None}), _DIGITS["mse"])
     return [bound + scores[0], *scores[1:], blind, f"{found.n}{failed}", f"{found.seconds:.1f}"]

@@ -28,7 +28,7 @@ class Threshold:
     value: float
 
     def crossed(self, summary: Summary) -> bool:
-        """Return whether the run's mean score meets the condition; an undefined score does not, nor one it does not have."""
+        """Return whether the run's mean score meets the condition; an undefined score does not."""
         interval = summary.sensitive if self.score == "sensitive" else summary.scores.get(self.score)
         if interval is None or interval.mean is None:
             return False

@@ -294,7 +294,7 @@ def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections
     missed = sum(r.diagnosis is not None and r.diagnosis.verdict == "optimizer failed" for r in attacked)
     if missed:
         found.append(
-            f"In {missed} of {len(attacked)} attacked batches the true text fits the update better than the "
+            f"In {missed} of {len(attacked)} attacked batches the truth fits the update better than the "
             "guess: a better search would have read more."
         )
     if {"dropout-not-modeled", "defense-not-modeled"} & {flag.text for flag in flags}:
