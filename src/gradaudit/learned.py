@@ -45,7 +45,8 @@ def learned(
         try:
             with safe_open(path, framework="pt") as file:
                 if {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()} == dict(shapes):  # noqa: SIM118
-                    return {n: file.get_tensor(n) for n in shapes}
+                    # copies: what is read is a window onto the file, which may be replaced
+                    return {n: file.get_tensor(n).clone() for n in shapes}
         except (SafetensorError, OSError):
             pass  # cut short or damaged
     found = {n: t.detach().cpu().contiguous().clone() for n, t in make().items()}
