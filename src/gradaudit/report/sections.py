@@ -131,14 +131,25 @@ def threats(records: Sequence[Record], order: Sequence[Pair]) -> list[Threat]:
     for pair in attacks:
         own = [r for r in records if (r.setting, r.attack) == pair]
         names = list(dict.fromkeys(name for record in own for name in record.knowledge))
+        images = any(r.images for r in own)
         given = tuple(
-            (name.replace("_", " "), meanings.get(name, ""), _value([r.knowledge.get(name) for r in own]))
+            (
+                name.replace("_", " "),
+                _said(meanings.get(name, ""), images),
+                _value([r.knowledge.get(name) for r in own]),
+            )
             for name in sorted(names, key=lambda n: [*meanings, n].index(n))
         )
-        withheld = tuple((n.replace("_", " "), what) for n, what in KNOWLEDGE.items() if n not in names)
+        unfit = {"lengths", "longest"} if images else set()  # of sentences
+        left = [n for n in KNOWLEDGE if n not in unfit and n not in names]
+        withheld = tuple((n.replace("_", " "), _said(KNOWLEDGE[n], images)) for n in left)
         seen = groups.setdefault(repr((given, withheld)), ([], Threat("", given, withheld)))
         seen[0].append(pair)
     return [Threat(_who(pairs, attacks), t.given, t.withheld) for pairs, t in groups.values()]
+
+
+def _said(what: str, images: bool) -> str:
+    return what.replace("sentence", "image") if images else what
 
 
 def _who(pairs: Sequence[Pair], every: Sequence[Pair]) -> str:

@@ -27,17 +27,17 @@ SCORE_DIGITS: Mapping[str, int] = {"mse": 4, "psnr": 1, "ssim": 3, "lpips": 3}
 """Digits behind the point; 1 where nothing is said."""
 
 KNOWLEDGE: Mapping[str, str] = {
-    "batch_size": "how many sentences or images the client trained on",
+    "batch_size": "how many sentences the client trained on",
     "lengths": "how long each sentence is, in tokens",
     "longest": "how long the longest sentence is, in tokens",
-    "labels": "the class label of each sentence or image",
+    "labels": "the class label of each sentence",
     "training": "the client’s optimizer, learning rate and steps",
     "dropout": "the dropout rate in force",
     "defenses": "which defenses the client used, with their settings",
+    "public": "data from elsewhere, of which nothing is in the audited batches",
 }
 
 ALWAYS_GIVEN: Mapping[str, str] = {
-    "public": "data from elsewhere, of which nothing is in the audited batches",
     "selection": "which tensors of the update are seen",
     "update": "whether a gradient or a change of weights is seen",
 }
