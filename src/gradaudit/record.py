@@ -98,7 +98,7 @@ class ImageMarks(_Plain):
         found: something was recovered for it; otherwise the scores are the worst there are.
         mse: 0 to 1.
         psnr: dB, at most 100.
-        ssim: -1 to 1; None for images smaller than its window.
+        ssim: -1 to 1; None for images of less than 6 pixels a side.
         lpips: None: not measured.
     """
 

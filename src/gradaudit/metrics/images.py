@@ -18,13 +18,13 @@ MOST_DB = 100.0
 """PSNR of an image without any error, in place of infinity, which JSON does not have."""
 ALIKE_DB = 30.0
 """PSNR from which a guess counts as the original itself: an error of 8 gray levels of 256, hardly seen."""
-WINDOW = 7
-"""Side of SSIM's uniform window (Wang et al. 2004 use a Gaussian of 11, which 8 x 8 images have no room for)."""
+SMALLEST = 6
+"""Side from which images have an SSIM: its window of 11 pixels (Wang et al., 2004) sees their edges mirrored."""
 
 IMAGE_METRICS: dict[str, str] = {
     "mse": "images: mean squared error of pixels in 0 to 1; lower means that more leaked",
     "psnr": "images: peak signal-to-noise ratio in dB, at most 100, mean over images",
-    "ssim": "images: structural similarity, 1 for equal images, uniform window of 7 pixels",
+    "ssim": "images: structural similarity, 1 for equal images, Gaussian window of 11 pixels, edges mirrored",
     "lpips": "images: perceptual distance; not measured yet, its weights come with no package (recorded as null)",
 }
 
@@ -73,7 +73,7 @@ def farthest(original: Tensor) -> Tensor:
 def image_scores(originals: Tensor, guesses: Tensor) -> list[Scores]:
     """Return the scores of each guess beside its original, [B, C, H, W] both.
 
-    SSIM is None where the images are smaller than its window.
+    SSIM is None where the images are too small for it.
 
     Raises:
         BadInputError: the extra `vision` is missing.
@@ -87,15 +87,13 @@ def image_scores(originals: Tensor, guesses: Tensor) -> list[Scores]:
 
 
 def _ssim(originals: Tensor, guesses: Tensor) -> list[float | None]:
-    if min(originals.shape[2:]) < WINDOW:
+    if min(originals.shape[2:]) < SMALLEST:
         return [None] * len(originals)
     try:
         from torchmetrics.functional.image import structural_similarity_index_measure
     except ImportError:
         raise BadInputError("scores of images need torchmetrics: pip install 'gradaudit[vision]'") from None
-    found = structural_similarity_index_measure(
-        guesses, originals, gaussian_kernel=False, kernel_size=WINDOW, reduction="none", data_range=1.0
-    )
+    found = structural_similarity_index_measure(guesses, originals, reduction="none", data_range=1.0)
     return [float(v) for v in found.reshape(-1)]  # type: ignore[union-attr]
 
 
