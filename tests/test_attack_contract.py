@@ -20,7 +20,9 @@ from gradaudit.streams import stream
 from gradaudit.types import Given, Knowledge, LocalTraining, Observation, Reconstruction
 from tiny_models import DECODERS, ENCODERS, SETTINGS, batch_of, seen_of, sentences, tiny
 
-ATTACKS = sorted(known("attack"))
+EVERY = known("attack")
+ATTACKS = sorted(name for name in EVERY if "classification" in EVERY[name].tasks or "causal-lm" in EVERY[name].tasks)
+"""Those of text; tests/test_image_attacks.py has the others."""
 EVERYTHING = Given(lengths=True, labels=True)
 CLIENTS = {
     "dropout off": {},
@@ -69,14 +71,14 @@ def assert_valid(found: Reconstruction, seen: Observation) -> None:
     json.dumps(dict(found.details))
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", sorted(EVERY))
 def test_an_attack_is_documented_and_its_fields_too(name):
     cls = known("attack")[name]
     assert issubclass(cls, Attack)
     assert inspect.getdoc(cls)
     assert len(cls.source) > 10
     assert set(needs_of(cls)) <= {f.name for f in dataclasses.fields(Knowledge)}
-    assert set(cls.tasks) <= {"classification", "causal-lm"}
+    assert set(cls.tasks) <= {"classification", "causal-lm", "image-classification"}
     assert cls.tasks
     for field in dataclasses.fields(cls):
         assert field.metadata.get("about"), f"{field.name} says nothing about itself"

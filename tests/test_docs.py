@@ -34,7 +34,7 @@ from gradaudit.client import Client
 from gradaudit.errors import BadInputError, ExitCode, NotSupportedError
 from gradaudit.examine import Examination
 from gradaudit.flags import FLAGS
-from gradaudit.record import Diagnosis, Interval, Record, RunInfo, Summary, Texts
+from gradaudit.record import Diagnosis, Interval, Pictures, Record, RunInfo, Summary, Texts
 from gradaudit.streams import stream
 from gradaudit.types import Given, Knowledge, Observation
 
@@ -277,7 +277,7 @@ def first_column(body: str) -> list[str]:
 
 def test_the_json_of_run_is_described_key_by_key():
     text = page("docs/cli.md")
-    long = {"spectrum", "sentences"}  # in records.jsonl alone
+    long = {"spectrum", "sentences", "images", "images_baseline"}  # in records.jsonl alone
     record = section(text, "A record line")
     assert first_column(record) == [k for k in Record.model_fields if k not in long]
     for key in (*long, *Diagnosis.model_fields):
@@ -295,7 +295,7 @@ def test_the_json_of_attack_is_described_key_by_key():
 
 def test_the_files_of_a_run_are_described():
     body = section(page("docs/cli.md"), "Folders and files")
-    for key in {*RunInfo.model_fields, *Texts.model_fields, "spectrum", "sentences"}:
+    for key in {*RunInfo.model_fields, *Texts.model_fields, *Pictures.model_fields, "spectrum", "sentences"}:
         assert f"`{key}`" in body, key
 
 

@@ -18,6 +18,7 @@ from gradaudit.defenses.noise import Gaussian
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.lora import Lora
+from gradaudit.models.state import fingerprint_of
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -208,10 +209,10 @@ def test_a_step_without_examples_sends_noise_alone(load):
 def test_the_model_is_left_as_it_was(load):
     model = load("mpnet")
     batch = batch_of(model, sentences((4, 6), 1))
-    changed, weights = model.remember(), model.fingerprint_of(model.parameters())
+    changed, weights = model.remember(), fingerprint_of(model.parameters())
     sent(model, batch, DPSGD(), training=LocalTraining("sgd", 0.5, 2))
     assert not changed()
-    assert model.fingerprint_of(model.parameters()) == weights
+    assert fingerprint_of(model.parameters()) == weights
     assert not any(hasattr(p, "grad_sample") for p in model.parameters().values())
 
 

@@ -16,7 +16,8 @@ from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction
 from tiny_models import ENCODERS, MADE_UP, OTHERS, SETTINGS, batch_of, seen_of, sentences
 
-ATTACKS = sorted(name for name in known("attack") if name not in ("blind", "lti"))  # lti: tests/test_lti.py
+TEXT = (name for name, cls in known("attack").items() if "classification" in cls.tasks)
+ATTACKS = sorted(set(TEXT) - {"blind", "lti"})  # lti: tests/test_lti.py
 GIVEN = Given(lengths=True, labels=True)
 QUICK = {
     "dlg": {"steps": 15},

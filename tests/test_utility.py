@@ -18,6 +18,7 @@ from gradaudit.case import parse_case
 from gradaudit.cli import app
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.state import fingerprint_of
 from gradaudit.sweep import load_sweep, run_sweep
 from gradaudit.utility import Utility, UtilityTable, kept_utility, utility
 
@@ -128,10 +129,10 @@ def test_sampling_draws_each_row_by_chance_and_divides_by_the_expected_batch(fol
 
 def test_the_model_is_left_as_it_was(folders, rows):
     case, how, model, data = given(folders, rows)
-    before, changed = model.fingerprint_of(model.parameters()), model.remember()
+    before, changed = fingerprint_of(model.parameters()), model.remember()
     utility(case, how, model, data)
     assert not changed()
-    assert model.fingerprint_of(model.parameters()) == before
+    assert fingerprint_of(model.parameters()) == before
 
 
 def test_it_is_measured_once_and_again_where_the_file_was_cut(folders, rows, tmp_path, monkeypatch):

@@ -18,8 +18,18 @@ import gradaudit
 import gradaudit.models.base
 from gradaudit.attacks.base import Attack
 from gradaudit.client import Client
+from gradaudit.models.base import Model
 from gradaudit.registry import known
-from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, Reconstruction
+from gradaudit.types import (
+    Batch,
+    Given,
+    ImageBatch,
+    Knowledge,
+    LocalTraining,
+    Observation,
+    PublicImages,
+    Reconstruction,
+)
 from tiny_models import SETTINGS, batch_of, seen_of, sentences
 
 ROOT = Path(gradaudit.__file__).parent
@@ -29,10 +39,11 @@ FILES = {
 }
 FORBIDDEN = (
     "client", "simulate", "fitting", "judge", "audit", "case", "data.source", "metrics", "defenses", "report", "record",
-    "cli",
+    "cli", "examples", "example_gradients", "judge_images", "audit_images", "data.images", "case_client",
 )  # fmt: skip
 """What the attack's side may not import, at any depth."""
-MAY_JOIN = {"gradaudit.judge", "gradaudit.audit", "gradaudit.demo", "gradaudit.cli"}
+MAY_JOIN = {"gradaudit.judge", "gradaudit.audit", "gradaudit.demo", "gradaudit.cli", "gradaudit.judge_images",
+            "gradaudit.audit_images"}  # fmt: skip
 """Modules that may see both a Batch and what an attack makes of it."""
 
 
@@ -119,18 +130,21 @@ def mentions(name: str, word: str) -> bool:
 def test_only_judge_and_audit_join_both_sides():
     """No other module imports `Batch` and anything of an attack or of its result."""
     for name in FILES:
-        if name == "gradaudit.types" or not mentions(name, "Batch"):
+        if name == "gradaudit.types" or not (mentions(name, "Batch") or mentions(name, "ImageBatch")):
             continue
         both = mentions(name, "Reconstruction") or any(within(m, ("attacks", "leakage")) for m in IMPORTS[name])
         assert not both or name in MAY_JOIN, name
     assert mentions("gradaudit.client", "Batch")
     assert not mentions("gradaudit.client", "Reconstruction")
-    assert all(not mentions(name, "Batch") for name in side("attacks", "leakage", "models"))
+    for kind in ("Batch", "ImageBatch"):
+        assert all(not mentions(name, kind) for name in side("attacks", "leakage", "models"))
 
 
 def types_in(hint: object) -> Iterator[type]:
     if isinstance(hint, type):
         yield hint
+    if isinstance(hint, typing.TypeVar):  # the kind of model an observation is of
+        yield getattr(gradaudit.models.base, hint.__bound__.__forward_arg__)
     for part in typing.get_args(hint):
         yield from types_in(part)
 
@@ -148,10 +162,10 @@ def field_types(cls: type, seen: frozenset[type] = frozenset()) -> set[type]:
 @pytest.mark.parametrize("cls", [Observation, Knowledge, Reconstruction])
 def test_no_field_could_hold_a_batch(cls):
     reached = field_types(cls)
-    assert Batch not in reached
+    assert not {Batch, ImageBatch} & reached
     assert Client not in reached
     if cls is Observation:
-        assert {Knowledge, LocalTraining} <= reached, "the walk goes through the fields"
+        assert {Knowledge, LocalTraining, Model, PublicImages} <= reached, "the walk goes through the fields"
 
 
 @pytest.mark.parametrize("name", sorted(known("attack")))
@@ -186,7 +200,7 @@ def test_no_chain_of_references_leads_back_to_the_batch(load, family, task, trai
     assert not [item for item in private if id(item) in reached]
     storages = {item.untyped_storage().data_ptr() for item in private if isinstance(item, torch.Tensor)}
     for item in reached.values():
-        assert not isinstance(item, (Batch, Client))
+        assert not isinstance(item, (Batch, ImageBatch, Client))
         if isinstance(item, torch.Tensor):
             assert item.untyped_storage().data_ptr() not in storages
             assert item.grad_fn is None or not item.requires_grad, "a graph remembers its inputs"

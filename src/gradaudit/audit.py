@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -17,22 +16,25 @@ from pydantic import ValidationError
 
 import gradaudit
 from gradaudit.arithmetic import multiplied_by
-from gradaudit.attacks.base import Attack, ModelChangedError
+from gradaudit.attacks.base import Attack
+from gradaudit.attempt import attempt
+from gradaudit.audit_images import PreparedImages, audit_images, prepare_images
 from gradaudit.case import Case
+from gradaudit.case_client import check_counters, client_of
 from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
 from gradaudit.data.windows import windows
-from gradaudit.defenses.base import ExampleDefense, UpdateDefense
-from gradaudit.errors import AuditError, BadInputError, MissingKnowledgeError, NotSupportedError
+from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.fitting import INVERTERS, fitted, public_text
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
+from gradaudit.learned.kept import learned_in
 from gradaudit.learned.simulated import Public
 from gradaudit.metrics import text as metrics
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.base import Model, ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
 from gradaudit.one_writer import only_writer
-from gradaudit.record import Record, RunInfo, Texts, append_line, finite, read_lines
+from gradaudit.record import Pictures, Record, RunInfo, Texts, append_line, finite, read_lines
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
@@ -40,9 +42,11 @@ from gradaudit.types import Batch, Observation, Update
 from gradaudit.unfinished import kept_in
 from gradaudit.warm_up import warm_up
 
-RECORDS, TEXTS, INFO = "records.jsonl", "texts.jsonl", "run.json"
+RECORDS, TEXTS, IMAGES, INFO = "records.jsonl", "texts.jsonl", "images.jsonl", "run.json"
 
 
+LEARNED = "learned"
+"""Folder of what attacks learn from public data."""
 UNFINISHED = "unfinished"
 """Folder of what attacks keep of batches they have not finished."""
 _PUBLIC = 8
@@ -51,7 +55,7 @@ _PUBLIC = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case with its model, data and attack at hand."""
+    """A case of text with its model, data and attack at hand."""
 
     case: Case
     model: TransformersModel
@@ -83,7 +87,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersModel | None = None) -> Prepared:
+def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> Prepared | PreparedImages:
     """Load what a case names and check that it fits together, before any batch runs.
 
     Args:
@@ -97,11 +101,19 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         MissingKnowledgeError: the attack needs what [knowledge] does not give.
     """
     attack = case.build_attack()
-    missing = [need for need in attack.needs if not getattr(case.knowledge, need)]
+    missing = [need for need in attack.needs if not getattr(case.knowledge, need, True)]
     if missing:
         raise MissingKnowledgeError(
             f"attack '{attack.name}' must be given {', '.join(missing)}: set {missing[0]} = true in [knowledge]"
         )
+    if case.task == "image-classification":
+        return prepare_images(case, base, device, loaded)
+    return prepare_text(case, base, device, loaded)
+
+
+def prepare_text(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> Prepared:
+    """Load what a case of text names; see `prepare`."""
+    attack = case.build_attack()
     rows = load_rows(case.data, base)
     if case.task == "classification" and rows.labels is None:
         raise BadInputError('task "classification" needs a label column: set label in [data]')
@@ -116,7 +128,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         lora=case.lora.given() if case.lora is not None else None,
         loss=case.loss,
     )
-    model = loaded if loaded is not None else load_model(spec, device)
+    model = loaded if isinstance(loaded, TransformersModel) else load_model(spec, device)
     if window is not None:
         rows = windows(rows, model, window, whole=True)
         batches = draw(case.data, rows)
@@ -124,7 +136,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
         warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
     selection = Selection(case.selection.tensors)
     client = client_of(case, model)
-    _has_counters(case, attack, client)
+    check_counters(case, attack, client)
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
@@ -132,33 +144,6 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: TransformersMo
     if case.public is not None:
         public = public_text(case.public, base, model, window, rows, batches)
     return Prepared(case, model, rows, batches, client, selection, attack, device, public)
-
-
-def _has_counters(case: Case, attack: Attack, client: Client) -> None:
-    """Refuse to run an attack, as if nothing were in force, against defenses that it was told of."""
-    size = case.data.batch_size if case.knowledge.batch_size else None
-    for defense in client.defenses if case.knowledge.defenses else ():
-        acts = isinstance(defense, UpdateDefense | ExampleDefense)
-        if acts and not attack.reckons_with(defense.name, client.model, size):
-            raise NotSupportedError(
-                f"attack '{attack.name}' has no counter to '{defense.name}' here, of which it was told; choose another "
-                "attack, or defenses = false in [knowledge] for an attacker who does not know of it"
-            )
-
-
-def client_of(case: Case, model: TransformersModel) -> Client:
-    """Return the client of a case's [client] and [[defense]] tables, training a model."""
-    how = case.client
-    return Client(
-        model,
-        how.training(),
-        how.dropout,
-        how.freeze,
-        case.build_defenses(),
-        how.dropout_rate,
-        how.padding,
-        how.clients,
-    )
 
 
 def _public_batches(
@@ -207,21 +192,13 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
     update, seen = sent(ready, batch, index)
     blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
     baseline = judge(model, batch, blind, case.metrics.published)
-    found, verdict, error, unsupported = None, None, None, False
-    began = time.perf_counter()
-    try:
-        found = attack(seen, stream(case.seed, "attack", index))
-        seconds = time.perf_counter() - began
-        verdict = judge(model, batch, found, case.metrics.published)
-    except AuditError as problem:
-        error = str(problem)
-        unsupported = isinstance(problem, NotSupportedError)
-        seconds = time.perf_counter() - began
-    except ModelChangedError:
-        raise  # every later batch would be attacked on another model
-    except Exception as problem:  # a failing batch is a record; the others go on
-        error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
-        seconds = time.perf_counter() - began
+    tried = attempt(
+        attack,
+        seen,
+        stream(case.seed, "attack", index),
+        lambda found: judge(model, batch, found, case.metrics.published),
+    )
+    found, verdict = tried.found, tried.verdict
     diagnosis = None
     if case.metrics.diagnose and found is not None and verdict is not None and attack.name != "blind":
         diagnosis = diagnose(model, batch, seen, found, verdict.all_exact)
@@ -242,7 +219,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
         load=batch.tokens / model.width,
         tokens=batch.tokens,
         batch_size=len(batch.ids),
-        seconds=seconds,
+        seconds=tried.seconds,
         flags=flags(
             model=model,
             batch=batch,
@@ -259,8 +236,8 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
             diagnosis=diagnosis,
             shape=shape,
         ),
-        error=error,
-        unsupported=unsupported,
+        error=tried.error,
+        unsupported=tried.unsupported,
         knowledge=json.loads(
             json.dumps({"selection": seen.selection, "update": seen.kind} | seen.knowledge.given() | _auxiliary(ready))
         ),
@@ -294,7 +271,10 @@ def _auxiliary(ready: Prepared) -> dict[str, Any]:
 
 
 def run(
-    ready: Prepared, out: Path, each: Callable[[Record], None] | None = None, inverters: Path | None = None
+    ready: Prepared | PreparedImages,
+    out: Path,
+    each: Callable[[Record], None] | None = None,
+    inverters: Path | None = None,
 ) -> Iterator[Record]:
     """Run a case into a folder and yield every record, those of an earlier run of the same case first.
 
@@ -303,35 +283,48 @@ def run(
 
     Args:
         ready: the prepared case.
-        out: folder for records.jsonl, texts.jsonl and run.json.
+        out: folder for records.jsonl, texts.jsonl or images.jsonl, and run.json.
         each: called before a batch starts is not needed; called with each new record.
         inverters: where attacks that learn keep what they learned; a folder of the run when None.
 
     Raises:
         BadInputError: the folder holds records of another case, cannot be written, or another program writes there.
     """
-    with only_writer(out):
+    with only_writer(out), learned_in(out / LEARNED):
         done = open_folder(ready, out)
         if ready.attack.unfitted and len(done) < len(ready.batches):
-            case, place = ready.case, inverters or out / INVERTERS
-            attack = fitted(
-                ready.attack, ready.client, ready.selection, ready.public, case.data.batch_size, case.seed, place
-            )
-            ready = replace(ready, attack=attack)
+            place = inverters or out / INVERTERS
+            ready = _fitted(ready, place)
         for index in range(len(ready.batches)):
             if index in done:
                 yield done[index]
                 continue
             with kept_in(out / UNFINISHED / f"{ready.case.content_hash()[:16]}-{index}.safetensors"):
-                record, texts = audit_batch(ready, index)
-                append_line(out / TEXTS, texts, private=True)
-                append_line(out / RECORDS, record)
+                record = audited(ready, index, out)
             if each is not None:
                 each(record)
             yield record
 
 
-def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, Record]:
+def audited(ready: Prepared | PreparedImages, index: int, out: Path) -> Record:
+    """Audit one batch and write down what came of it, the private side first."""
+    private: Texts | Pictures
+    if isinstance(ready, PreparedImages):
+        record, private = audit_images(ready, index)
+    else:
+        record, private = audit_batch(ready, index)
+    append_line(out / (IMAGES if isinstance(private, Pictures) else TEXTS), private, private=True)
+    append_line(out / RECORDS, record)
+    return record
+
+
+def _fitted(ready: Prepared | PreparedImages, folder: Path) -> Prepared | PreparedImages:
+    case, client, selection = ready.case, ready.client, ready.selection
+    attack = fitted(ready.attack, client, selection, ready.public, case.data.batch_size, case.seed, folder)
+    return replace(ready, attack=attack) if isinstance(ready, Prepared) else replace(ready, attack=attack)  # noqa: RUF034
+
+
+def open_folder(ready: Prepared | PreparedImages, out: Path, shared: bool = False) -> dict[int, Record]:
     """Make or reopen a run's folder and return the finished records of this case by batch.
 
     Args:
@@ -346,6 +339,7 @@ def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, R
     mine = ready.case.content_hash()
     _drop_cut_line(out / RECORDS)
     _drop_cut_line(out / TEXTS)
+    _drop_cut_line(out / IMAGES)
     records = list(read_lines(out / RECORDS, Record))
     if not shared and any(r.case != mine for r in records):
         raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
@@ -374,7 +368,7 @@ def _drop_cut_line(path: Path) -> None:
             file.truncate(data.rfind(b"\n") + 1)
 
 
-def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo:
+def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None = None) -> RunInfo:
     """Return what the run's folder says of itself."""
     model, case = ready.model, ready.case
     return RunInfo(
@@ -390,7 +384,7 @@ def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo
             "parameters": sum(p.numel() for p in model.parameters().values()),
             "random_weights": model.spec.random_weights,
         },
-        data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows.texts)},
+        data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows)},
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "numpy")},
@@ -421,7 +415,8 @@ def describe_client(case: Case) -> str:
     frozen = f", frozen: {', '.join(client.freeze)}" if client.freeze else ", everything trained"
     defended = f", defenses: {', '.join(str(d['name']) for d in case.defense)}" if case.defense else ""
     size = case.data.batch_size
-    return f"{what} on {size} sentence{'s' * (size > 1)}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
+    unit = "image" if case.task == "image-classification" else "sentence"
+    return f"{what} on {size} {unit}{'s' * (size > 1)}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
 
 
 def _published(verdict: Judgment | None, baseline: Judgment, case: Case) -> dict[str, metrics.Scores]:

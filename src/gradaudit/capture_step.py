@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradaudit.bundle import MODEL, save_bundle
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import ModelSpec
+from gradaudit.models.state import fingerprint_of
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.types import Knowledge, LocalTraining, Task, Update
 
@@ -144,7 +145,7 @@ def _write(
     update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
     known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
     weights = {n: before[n] for n in wrapped.parameters()}
-    save_bundle(folder, wrapped, update, known, inside=True, fingerprint=wrapped.fingerprint_of(weights))
+    save_bundle(folder, wrapped, update, known, inside=True, fingerprint=fingerprint_of(weights))
 
 
 def _task(model: Any) -> Task:

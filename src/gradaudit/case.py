@@ -11,7 +11,6 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gradaudit.attacks.base import Attack
 from gradaudit.data.source import DataSpec, PublicSpec
 from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
@@ -128,11 +127,11 @@ class Case(_Table):
     name: str = Field(default="", description="a short name for the report")
     model: str = Field(default="minilm", description="embedded name, hub id, folder, or random:SHAPE")
     layers: int | None = Field(default=None, ge=1, description="keep only the first blocks of the model")
-    task: Task = Field(default="classification", description='"classification" or "causal-lm"')
+    task: Task = Field(default="classification", description='"classification", "causal-lm" or "image-classification"')
     loss: Loss = Field(default="cross-entropy", description='"cross-entropy", or "squared": logits from one-hot labels')
     seed: int = Field(default=0, ge=0, description="every random stream derives from it")
     data: DataSpec = Field(default_factory=DataSpec)
-    public: PublicSpec | None = Field(default=None, description="[public] table: text that the attacker has")
+    public: PublicSpec | None = Field(default=None, description="[public] table: what the attacker has from elsewhere")
     client: ClientTable = ClientTable()
     lora: LoraTable | None = Field(default=None, description="[lora] table: adapters through peft (extra: lora)")
     knowledge: KnowledgeTable = KnowledgeTable()
@@ -142,8 +141,20 @@ class Case(_Table):
     metrics: MetricsTable = MetricsTable()
     published: PublishedTable | None = Field(default=None, description="what a paper reports for it; not in the hash")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _digits_when_no_images_given(cls, given: Any) -> Any:
+        # filled in before [data] fills in the sample, which is text
+        if isinstance(given, dict) and given.get("task") == "image-classification":
+            data = given.get("data", {})
+            if isinstance(data, dict) and all(data.get(name) is None for name in ("source", "path", "hub")):
+                return {**given, "data": {**data, "source": "digits"}}
+        return given
+
     @model_validator(mode="after")
     def _buildable(self) -> Case:
+        if self.task == "image-classification" and self.data.source == "sample":
+            raise ValueError('the embedded sample is text: leave source away, or set source = "digits"')
         attack = self.build_attack()
         self.build_defenses()
         if self.data.window is not None and self.task != "causal-lm":
@@ -155,10 +166,9 @@ class Case(_Table):
             )
         return self
 
-    def build_attack(self) -> Attack:
-        """Return the attack of [attack]."""
-        attack: Attack = _build("attack", self.attack)
-        return attack
+    def build_attack(self) -> Any:
+        """Return the attack of [attack], of whichever kind of model."""
+        return _build("attack", self.attack)
 
     def build_defenses(self) -> tuple[Defense, ...]:
         """Return the defenses of [[defense]], in order."""
@@ -186,6 +196,9 @@ class Case(_Table):
             del data["public"]  # the same
         if data["data"]["window"] is None:
             del data["data"]["window"]  # the same
+        for table in ("data", "public"):
+            if table in data and data[table]["image"] == "image":
+                del data[table]["image"]  # the same
         if data["client"]["padding"] == "right":
             del data["client"]["padding"]  # the same
         if data["client"]["clients"] == 1:

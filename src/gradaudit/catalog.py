@@ -7,7 +7,9 @@ import inspect
 from typing import Any
 
 from gradaudit.errors import unknown_name
+from gradaudit.metrics.images import IMAGE_METRICS
 from gradaudit.metrics.text import METRICS
+from gradaudit.models.images import IMAGE_MODELS
 from gradaudit.models.zoo import EMBEDDED, RANDOM, SHAPES
 from gradaudit.registry import known
 
@@ -46,7 +48,7 @@ def listing(kind: str) -> list[dict[str, str]]:
     if kind in ("attacks", "defenses"):
         return [{"name": name, "about": _first_line(cls)} for name, cls in known(kind[:-1]).items()]
     if kind == "metrics":
-        return [{"name": name, "about": about} for name, about in METRICS.items()]
+        return [{"name": name, "about": about} for name, about in (METRICS | IMAGE_METRICS).items()]
     if kind == "models":
         embedded = [{"name": name, "about": item.about} for name, item in EMBEDDED.items()]
         shapes = [{"name": RANDOM + name, "about": f"{item.about}, random weights"} for name, item in SHAPES.items()]
@@ -55,7 +57,8 @@ def listing(kind: str) -> list[dict[str, str]]:
             {"name": "OWNER/NAME", "about": "any hub id of those families"},
             {"name": RANDOM + "FOLDER", "about": "a folder's config and tokenizer with random weights"},
         ]
-        return embedded + shapes + other
+        images = [{"name": name, "about": f"{item.about}; of images"} for name, item in IMAGE_MODELS.items()]
+        return embedded + shapes + other + images
     raise unknown_name("kind", kind, ["attacks", "models", "metrics", "defenses"])
 
 

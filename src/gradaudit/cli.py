@@ -16,7 +16,7 @@ from gradaudit import __version__
 from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
 
 app = typer.Typer(
-    help="How much private text can be read back from the updates a model training sends?",
+    help="How much private text, and how well images, can be read back from the updates a model training sends?",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,7 +33,9 @@ Compile = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON lines on standard output, and nothing else there.")]
-ShowText = Annotated[bool, typer.Option("--show-text", help="Show the private text; it is redacted otherwise.")]
+ShowText = Annotated[
+    bool, typer.Option("--show-text", help="Show the private text or images; they are redacted otherwise.")
+]
 
 
 @app.command()
@@ -42,8 +44,14 @@ def demo(
         "gradaudit-demo"
     ),
     device: Device = "auto",
+    vision: Annotated[
+        bool, typer.Option("--vision", help="Digits and a small network in place of text (extra: vision).")
+    ] = False,
 ) -> None:
     """Audit a real model's update on embedded sentences and show what leaks (two minutes)."""
+    if vision:
+        _demo_of_images(folder, device)
+        return
     from gradaudit.audit import pick_device
     from gradaudit.demo import run_demo
     from gradaudit.metrics.summary import summarize
@@ -73,6 +81,30 @@ def demo(
         out.print(table)
     out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict(summaries, done.records))}\n")
     out.print(f"report   {report}\nrecords  {folder / 'records.jsonl'}\nupdate   {folder / 'update'}")
+
+
+def _demo_of_images(folder: Path, device: str) -> None:
+    from gradaudit.audit import pick_device
+    from gradaudit.demo_images import IMAGES, run_image_demo
+    from gradaudit.metrics.summary import summarize
+    from gradaudit.process import ready_process
+    from gradaudit.report.render import render
+    from gradaudit.terminal import progress_bars, summary_tables
+
+    ready_process()
+    place = pick_device(device)
+    err.print(
+        f"[bold]gradaudit demo --vision[/bold]: LeNet (random weights) takes one step on a handwritten digit, {IMAGES} "
+        "times. The server that gets the update tries to see the digit.\n"
+    )
+    with progress_bars(err):
+        records = run_image_demo(folder, place)
+    report = render(folder, show_text=True)  # the digits are public
+    summaries = summarize(records)
+    for table in summary_tables(summaries):
+        out.print(table)
+    out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict(summaries, records))}\n")
+    out.print(f"report   {report}  (the digits side by side)\nrecords  {folder / 'records.jsonl'}", soft_wrap=True)
 
 
 @app.command()
@@ -303,8 +335,11 @@ def check(
         return
     out.print_json(json.dumps(case.resolved()))
     out.print(f"hash {case.content_hash()}; model {ready.model.spec.title}; data {ready.rows.where}")
+    first = f"{ready.case.data.batch_size} images"
+    if cost.tokens is not None:
+        first = f"{cost.tokens} tokens, load b/d {cost.load:.2f}"
     out.print(
-        f"first batch: {cost.tokens} tokens, load b/d {cost.load:.2f}; the attacker sees {100 * cost.share:.2f}% of "
+        f"first batch: {first}; the attacker sees {100 * cost.share:.2f}% of "
         f"the parameters\nestimate: {cost.seconds:.0f} s for {len(ready.batches)} batches, {cost.memory_mib:.0f} MiB"
     )
 
@@ -411,8 +446,8 @@ def _verdict(summaries: Any, records: Any) -> str:
 
 
 def _record_line(record: Any) -> dict[str, Any]:
-    # spectra and word marks are long, and in records.jsonl
-    return record.model_dump(mode="json", exclude={"spectrum", "sentences"})  # type: ignore[no-any-return]
+    # spectra, word marks and scores of single images are long, and in records.jsonl
+    return record.model_dump(mode="json", exclude={"spectrum", "sentences", "images", "images_baseline"})  # type: ignore[no-any-return]
 
 
 def _summary_line(summary: Any) -> dict[str, Any]:

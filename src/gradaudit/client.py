@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
-from gradaudit.errors import BadInputError
-from gradaudit.example_gradients import ExampleGradients, Mode
-from gradaudit.models.transformers import TransformersModel
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.example_gradients import Mode
+from gradaudit.examples import Apart, Examples, Private, examples_of
+from gradaudit.models.base import Model, TextModel
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
 from gradaudit.streams import draw_seed, global_stream, stream
-from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, Update
+from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, PublicImages, Update
+
+M = TypeVar("M", bound=Model)
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Client:
         training: one gradient (the default), or local steps.
         dropout: train with dropout on, at the rates the model is configured with.
         freeze: selection expressions of what is not trained ("embeddings", "0-2:q,k,v", ...).
-        defenses: what acts on the text (first), on the examples' gradients (at most one, before the rest) and on the
-            update before it leaves, in order.
+        defenses: what acts on the text (first; images have no such), on the examples' gradients (at most one, before
+            the rest) and on the update before it leaves, in order.
         dropout_rate: rate at every place that drops out, in place of the configured ones; None keeps those.
         padding: side on which a batch's shorter sentences are filled up; on the left their positions start later.
         clients: how many share the batch in equal parts, each with training and defenses of its own; the server sees
@@ -39,9 +42,10 @@ class Client:
     Raises:
         BadInputError: padding on the left of an encoder, whose head reads the first row; a defense of examples'
             gradients behind another defense; no client.
+        NotSupportedError: a defense of words or of attention on a model of images.
     """
 
-    model: TransformersModel
+    model: Model
     training: LocalTraining = LocalTraining()  # noqa: RUF009 - frozen, so sharing it is safe
     dropout: bool = False
     freeze: tuple[str, ...] = ()
@@ -51,12 +55,19 @@ class Client:
     clients: int = 1
 
     def __post_init__(self) -> None:
-        if self.padding == "left" and not self.model.causal:
+        text = self.model if isinstance(self.model, TextModel) else None
+        if self.padding == "left" and (text is None or not text.causal):
             raise BadInputError('padding = "left" is for decoders: an encoder\'s head reads the first position')
+        wordy = [d.name for d in self.defenses if isinstance(d, BatchDefense | RoleDefense)]
+        if text is None and wordy:
+            raise NotSupportedError(
+                f"defense '{wordy[0]}' acts on words or on attention, which a model of images does not have; take one "
+                "that acts on updates or on examples' gradients"
+            )
         if self.clients < 1:
             raise BadInputError(f"clients must be at least 1, got {self.clients}")
         guarded = any(isinstance(d, ExampleDefense) for d in self.defenses)
-        if guarded and self.padding == "left" and self.model.absolute_positions:
+        if guarded and self.padding == "left" and text is not None and text.absolute_positions:
             raise BadInputError(
                 'padding = "left" moves all positions with the longest sentence, so clipping each sentence\'s gradient '
                 "bounds nobody's part; pad on the right"
@@ -79,9 +90,9 @@ class Client:
         """
         # as one selection: a view named twice counts once
         own = Selection(" ".join(self.freeze)).parameters(self.model) if self.freeze else ()
-        kinds = (ModelDefense, RoleDefense)
-        more = (n for d in self.defenses if isinstance(d, kinds) for n in d.frozen(self.model))
-        return tuple(dict.fromkeys((*own, *more)))
+        frozen = [d.frozen(self.model) for d in self.defenses if isinstance(d, ModelDefense)]
+        by_role = [d.frozen(self._text()) for d in self.defenses if isinstance(d, RoleDefense)]
+        return tuple(dict.fromkeys(name for some in (own, *frozen, *by_role) for name in some))
 
     def dropout_in_force(self) -> float:
         """Return the dropout rate while training, 0.0 where it is off."""
@@ -95,20 +106,23 @@ class Client:
     def _dropping(self) -> bool:
         return self.dropout or any(isinstance(d, ModelDefense) and d.dropout() is not None for d in self.defenses)
 
-    def update(self, batch: Batch, rng: torch.Generator, expected: float | None = None) -> Update:
+    def _text(self) -> TextModel:
+        assert isinstance(self.model, TextModel)  # `__post_init__` refuses its defenses otherwise
+        return self.model
+
+    def update(self, batch: Private, rng: torch.Generator, expected: float | None = None) -> Update:
         """Train on the batch and return what leaves the client.
 
         Args:
             batch: the private batch.
             rng: the client's random stream; dropout, minibatch order and defenses each get their own from it.
-            expected: sentences a batch has in the mean, where this one was drawn by chance: a defense of examples'
+            expected: examples a batch has in the mean, where this one was drawn by chance: a defense of examples'
                 gradients divides by it wherever a step takes the whole batch; None for the batch's own.
 
         Raises:
             BadInputError: an empty batch, nothing left to train, or a training that diverged.
         """
-        if len(batch.ids) == 0 or not bool(batch.mask.any(1).all()):
-            raise BadInputError("the batch is empty, or one of its sentences has no token; a client needs text")
+        examples_of(self.model, batch, self.padding)  # refused before anything is drawn
         seed = draw_seed(rng)
         _, trained = self._trained()
         if not trained:
@@ -159,8 +173,8 @@ class Client:
         tensors = guard.on_examples(iter(()), trained, expected, stream(draw_seed(rng), "defense", 0, 0))
         return self.made(tensors)
 
-    def example_gradients(self, batch: Batch, rng: torch.Generator) -> dict[str, Tensor]:
-        """Return the gradient of each sentence of a batch, [B, ...] by parameter name, undefended.
+    def example_gradients(self, batch: Private, rng: torch.Generator) -> dict[str, Tensor]:
+        """Return the gradient of each example of a batch, [B, ...] by parameter name, undefended.
 
         Args:
             batch: the private batch.
@@ -171,19 +185,19 @@ class Client:
         """
         _, trained = self._trained()
         seed = draw_seed(rng)
-        examples = ExampleGradients.of(self.model, trained)
-        chunks = list(examples.chunks(*self._prepared(batch, torch.arange(len(batch.ids))), self._part_mode(seed, 0)))
+        apart = examples_of(self.model, batch, self.padding).apart(trained)
+        chunks = list(apart.chunks(torch.arange(len(batch)), self._part_mode(seed, 0)))
         return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
     def _summed(
-        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+        self, batch: Private, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
         if self.clients == 1:
             return self._alone(batch, trained, seed, expected)
-        size, rest = divmod(len(batch.ids), self.clients)
+        size, rest = divmod(len(batch), self.clients)
         if rest:
             raise BadInputError(
-                f"{len(batch.ids)} sentences are no equal parts for {self.clients} clients; change batch_size"
+                f"{len(batch)} examples are no equal parts for {self.clients} clients; change batch_size"
             )
         total: dict[str, Tensor] = {}
         for number in range(self.clients):
@@ -199,23 +213,24 @@ class Client:
         return how if how.minibatch is None else replace(how, minibatch=how.minibatch * self.clients)
 
     def _alone(
-        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+        self, batch: Private, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
         for place, defense in enumerate(self.defenses):
-            if isinstance(defense, BatchDefense):
-                batch = defense.on_batch(self.model, batch, stream(seed, "defense", place))
+            if isinstance(defense, BatchDefense) and isinstance(batch, Batch):
+                batch = defense.on_batch(self._text(), batch, stream(seed, "defense", place))
+        examples = examples_of(self.model, batch, self.padding)
         if self.training.optimizer == "none":
-            tensors = self._gradient(batch, trained, seed, expected)
+            tensors = self._gradient(examples, len(batch), trained, seed, expected)
         else:
-            tensors = self._weight_change(batch, trained, seed, expected)
+            tensors = self._weight_change(examples, len(batch), trained, seed, expected)
         for place, defense in enumerate(self.defenses):
             if isinstance(defense, UpdateDefense):
                 tensors = defense.on_update(tensors, stream(seed, "defense", place))
             elif isinstance(defense, RoleDefense):
-                tensors = defense.on_roles(self.model, tensors, stream(seed, "defense", place))
+                tensors = defense.on_roles(self._text(), tensors, stream(seed, "defense", place))
         return tensors
 
-    def observe(self, batch: Batch, selection: Selection, given: Given, rng: torch.Generator) -> Observation:
+    def observe(self, batch: Private, selection: Selection, given: Given, rng: torch.Generator) -> Observation[Model]:
         """Return what an honest-but-curious server sees of this batch's update: the only way through the wall.
 
         Args:
@@ -227,13 +242,14 @@ class Client:
         update = self.update(batch, rng)
         return observation(self.model, update, selection, self.knowledge(batch, update, given))
 
-    def knowledge(self, batch: Batch, update: Update, given: Given) -> Knowledge:
-        """Return the values of the facts that are given away."""
+    def knowledge(self, batch: Private, update: Update, given: Given) -> Knowledge:
+        """Return the values of the facts that are given away; images have no lengths."""
+        lengths = tuple(len(s) for s in batch.sequences()) if isinstance(batch, Batch) else None
         labels = None if batch.labels is None else tuple(int(y) for y in batch.labels)
         return Knowledge(
-            batch_size=len(batch.ids) if given.batch_size else None,
-            lengths=tuple(len(s) for s in batch.sequences()) if given.lengths else None,
-            longest=max(len(s) for s in batch.sequences()) if given.longest else None,
+            batch_size=len(batch) if given.batch_size else None,
+            lengths=lengths if given.lengths else None,
+            longest=max(lengths) if given.longest and lengths is not None else None,
             labels=labels if given.labels else None,
             training=update.training if given.training else None,
             dropout=update.dropout if given.dropout else None,
@@ -241,15 +257,14 @@ class Client:
         )
 
     def _gradient(
-        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+        self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
-        everything = torch.arange(len(batch.ids))
+        everything = torch.arange(size)
         guard = self._guard()
         if guard is not None:
-            examples = ExampleGradients.of(self.model, trained)
-            return self._guarded(guard, examples, batch, everything, expected or float(len(everything)), seed, 0)
+            return self._guarded(guard, examples.apart(trained), everything, expected or float(size), seed, 0)
         with self._mode(seed, 0):
-            loss = self._loss(batch, everything, None)
+            loss = examples.loss(everything, None)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         return {
             name: (torch.zeros_like(p) if g is None else g).detach()
@@ -257,17 +272,15 @@ class Client:
         }
 
     def _weight_change(
-        self, batch: Batch, trained: Mapping[str, Tensor], seed: int, expected: float | None
+        self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
         guard = self._guard()
-        examples = None if guard is None else ExampleGradients.of(self.model, trained)
+        apart = None if guard is None else examples.apart(trained)
         local = (
-            {n: p.detach().clone().requires_grad_() for n, p in trained.items()}
-            if examples is None
-            else examples.parameters
+            {n: p.detach().clone().requires_grad_() for n, p in trained.items()} if apart is None else apart.parameters
         )
         fixed = {n: p.detach() for n, p in self.model.parameters().items() if n not in local}
-        how, size = self.training, len(batch.ids)
+        how = self.training
         optimizer: torch.optim.Optimizer
         if how.optimizer == "sgd":
             optimizer = torch.optim.SGD(local.values(), lr=how.learning_rate)
@@ -275,14 +288,14 @@ class Client:
             optimizer = torch.optim.AdamW(local.values(), lr=how.learning_rate, weight_decay=how.weight_decay)
         for step, rows in enumerate(self._minibatches(size, seed)):
             grads: Mapping[str, Tensor | None]
-            if guard is not None and examples is not None:
+            if guard is not None and apart is not None:
                 whole = len(rows) == size and how.minibatch is None
                 mean = float(min(how.minibatch or size, size)) if guard.sampled else float(len(rows))
                 divisor = expected if whole and expected else mean
-                grads = self._guarded(guard, examples, batch, rows, divisor, seed, step)
+                grads = self._guarded(guard, apart, rows, divisor, seed, step)
             else:
                 with self._mode(seed, step):
-                    loss = self._loss(batch, rows, fixed | local)
+                    loss = examples.loss(rows, fixed | local)
                     found = torch.autograd.grad(loss, list(local.values()), allow_unused=True)
                 grads = dict(zip(local, found, strict=True))
             for name, p in local.items():
@@ -296,20 +309,18 @@ class Client:
     def _guarded(
         self,
         guard: ExampleDefense,
-        examples: ExampleGradients,
-        batch: Batch,
+        apart: Apart,
         rows: Tensor,
         expected: float,
         seed: int,
         step: int,
     ) -> dict[str, Tensor]:
-        mode = self._part_mode(seed, step)
-        chunks = examples.chunks(*self._prepared(batch, rows), mode) if len(rows) else iter(())
+        chunks = apart.chunks(rows, self._part_mode(seed, step)) if len(rows) else iter(())
         rng = stream(seed, "defense", 0, step)
-        return guard.on_examples(chunks, examples.parameters, expected, rng)
+        return guard.on_examples(chunks, apart.parameters, expected, rng)
 
     def _part_mode(self, seed: int, step: int) -> Mode:
-        def mode(model: TransformersModel, part: int) -> AbstractContextManager[None]:
+        def mode(model: Model, part: int) -> AbstractContextManager[None]:
             # hooks take gradients in training mode only, so no dropout is a rate of 0 there
             if not self._dropping():
                 return model.training_mode(0.0)
@@ -329,20 +340,6 @@ class Client:
             else:
                 yield from torch.split(torch.randperm(size, generator=order), most)
 
-    def _prepared(self, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        device = self.model.device
-        ids, mask = batch.ids[rows].to(device), batch.mask[rows].to(device)
-        longest = int(mask.sum(1).max())
-        ids, mask = ids[:, :longest], mask[:, :longest]
-        if self.padding == "left":
-            order = mask.int().argsort(dim=1, stable=True)  # what is no token first, the tokens in their order
-            ids, mask = ids.gather(1, order), mask.gather(1, order)
-        return ids, mask, ids if batch.labels is None else batch.labels[rows].to(device)
-
-    def _loss(self, batch: Batch, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
-        ids, mask, labels = self._prepared(batch, rows)
-        return self.model.loss(ids=ids, mask=mask, labels=labels, params=params)
-
     def _mode(self, seed: int, step: int) -> AbstractContextManager[None]:
         if not self._dropping():
             return nullcontext()
@@ -352,7 +349,7 @@ class Client:
 class _DropoutOn(AbstractContextManager[None]):
     """Training mode with the masks drawn from one stream; evaluation mode after."""
 
-    def __init__(self, model: TransformersModel, rng: torch.Generator, rate: float | None) -> None:
+    def __init__(self, model: Model, rng: torch.Generator, rate: float | None) -> None:
         self._random = global_stream(rng, model.device)
         self._mode = model.training_mode(rate)
 
@@ -365,8 +362,12 @@ class _DropoutOn(AbstractContextManager[None]):
         self._random.__exit__(None, None, None)
 
 
-def observation(model: TransformersModel, update: Update, selection: Selection, knowledge: Knowledge) -> Observation:
-    """Return the selected part of an update as an attack may see it."""
+def observation(
+    model: M, update: Update, selection: Selection, knowledge: Knowledge, public: PublicImages | None = None
+) -> Observation[M]:
+    """Return the selected part of an update as an attack may see it, beside what the attacker has from elsewhere."""
+    if public is not None:
+        knowledge = replace(knowledge, public=public.where)
     tensors, views = selection.take(model, update.tensors)
     return Observation(
         model=model,
@@ -375,4 +376,5 @@ def observation(model: TransformersModel, update: Update, selection: Selection, 
         kind=update.kind,
         knowledge=knowledge,
         selection=selection.expression,
+        public=public,
     )

@@ -14,7 +14,7 @@ from gradaudit.audit import (
     audit_batch,
     describe_client,
     open_folder,
-    prepare,
+    prepare_text,
     private_batch,
     run_info,
     sent,
@@ -84,7 +84,7 @@ def _run_cases(folder: Path, device: torch.device) -> Demo:
     every = cases()
     for number, case in enumerate(every):
         step("demo", number, len(every))
-        ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
+        ready = prepare_text(case, Path.cwd(), device, loaded=ready.model if ready else None)
         done = open_folder(ready, folder, shared=True)
         if number == 0:
             write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))

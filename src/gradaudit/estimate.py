@@ -6,8 +6,10 @@ import time
 from dataclasses import dataclass
 
 from gradaudit.audit import Prepared, private_batch
+from gradaudit.audit_images import PreparedImages
 from gradaudit.client import Client
 from gradaudit.streams import stream
+from gradaudit.types import ImageBatch
 
 
 @dataclass(frozen=True)
@@ -17,25 +19,26 @@ class Estimate:
     Args:
         seconds: all batches together, on this machine.
         memory_mib: weights, one update and the attack's working copies.
-        tokens: real tokens of the first batch.
-        load: its tokens / width.
+        tokens: real tokens of the first batch; None of images.
+        load: its tokens / width; None of images.
         share: share of the model's parameters that the attacker sees.
     """
 
     seconds: float
     memory_mib: float
-    tokens: int
-    load: float
+    tokens: int | None
+    load: float | None
     share: float
 
 
-def estimate(ready: Prepared) -> Estimate:
+def estimate(ready: Prepared | PreparedImages) -> Estimate:
     """Return the cost of a prepared case, from one measured gradient of its first batch.
 
     Args:
         ready: the prepared case.
     """
-    batch = private_batch(ready, 0)
+    batch = ready.rows.batch(ready.batches[0]) if isinstance(ready, PreparedImages) else private_batch(ready, 0)
+    tokens = None if isinstance(batch, ImageBatch) else batch.tokens
     client = Client(ready.model)
     client.update(batch, stream(0, "warm-up"))
     times = []
@@ -44,7 +47,7 @@ def estimate(ready: Prepared) -> Estimate:
         client.update(batch, stream(0, "estimate", turn))
         times.append(time.perf_counter() - began)
     once = min(times)
-    attack = ready.attack.gradient_evaluations(len(batch.ids), batch.tokens)
+    attack = ready.attack.gradient_evaluations(len(batch), tokens or 0)
     # beside the attack: the client's own update, two for the diagnosis, one for the judge's baseline
     seconds = once * (attack + 4) * len(ready.batches)
     size = sum(p.numel() * p.element_size() for p in ready.model.parameters().values())
@@ -55,7 +58,7 @@ def estimate(ready: Prepared) -> Estimate:
     return Estimate(
         seconds=seconds,
         memory_mib=(size * (2 + 3 * seen / every)) / 2**20,
-        tokens=batch.tokens,
-        load=batch.tokens / ready.model.width,
+        tokens=tokens,
+        load=None if tokens is None else tokens / ready.model.width,
         share=seen / every,
     )

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
+from gradaudit.models.base import Model
 from gradaudit.models.transformers import TransformersModel
 
 BYTES_AT_ONCE = 2**30
 """Gradients that are held together; a constant, because dropout's masks are drawn anew for each part of a batch."""
 
-Mode = Callable[[TransformersModel, int], AbstractContextManager[None]]
+Mode = Callable[[Model, int], AbstractContextManager[None]]
 """What the n-th part of a batch is computed in: training mode, with dropout's own random stream or with none."""
 
 

@@ -14,18 +14,23 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.case import Case
 from gradaudit.client import Client
-from gradaudit.data.source import PublicSpec, Rows, load_rows, make_batch, order_of
+from gradaudit.data.source import PublicSpec, Rows, load_rows, make_batch, shuffled
 from gradaudit.data.windows import apart, windows
 from gradaudit.errors import BadInputError
 from gradaudit.learned.inverter import MANIFEST, Target
 from gradaudit.learned.simulated import Public
+from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.one_writer import only_writer
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
 from gradaudit.simulate import ClientSimulation
+from gradaudit.simulate_images import ImageSimulation
 from gradaudit.streams import stream
+from gradaudit.types import PublicImages
 
+Data = Public | PublicImages
+"""What the attacker has, of any kind."""
 INVERTERS = "inverters"
 """Folder of what was fitted, under that of a run or a sweep."""
 _KEY = "key.txt"
@@ -57,7 +62,7 @@ def public_text(
     if window is not None:
         rows = windows(rows, model, window, whole=False)
     allowed = set(apart(rows, private, (number for batch in audited for number in batch)))
-    kept = [number for number in order_of(spec, rows) if number in allowed][: spec.rows]
+    kept = [number for number in shuffled(spec, len(rows.texts)) if number in allowed][: spec.rows]
     if not kept:
         raise BadInputError(f"[public] {rows.where} has no row that is in no audited batch; give other text")
     labels = None
@@ -72,10 +77,15 @@ def public_text(
     return Public(batch.ids.to(device), batch.mask.to(device), here, rows.where)
 
 
+def simulation_of(client: Client, selection: Selection) -> ClientSimulation | ImageSimulation:
+    """Return what replays a client on public data."""
+    kind = ImageSimulation if isinstance(client.model, ImageModel) else ClientSimulation
+    return kind(client, selection)
+
+
 def target_of(client: Client, selection: Selection, batch_size: int) -> Target:
     """Return what an attack on this client's updates is fitted to."""
-    simulation = ClientSimulation(client, selection)
-    model = client.model
+    simulation, model = simulation_of(client, selection), client.model
     dropout = client.dropout_in_force()
     return Target(
         title=model.spec.title,
@@ -91,14 +101,14 @@ def target_of(client: Client, selection: Selection, batch_size: int) -> Target:
 
 
 def fit(
-    attack: Attack,
+    attack: Attack[Any],
     client: Client,
     selection: Selection,
-    public: Public,
+    public: Data,
     batch_size: int,
     seed: int,
     folder: Path,
-) -> Attack:
+) -> Attack[Any]:
     """Fit an attack into a folder and return it; a fit that was stopped goes on.
 
     Args:
@@ -116,14 +126,19 @@ def fit(
     """
     target = target_of(client, selection, batch_size)
     with only_writer(folder):
-        simulation = ClientSimulation(client, selection)
+        simulation = simulation_of(client, selection)
         fitted = attack.fit(simulation, public, target, client.model, folder, stream(seed, "fit"))
         (folder / "checkpoint.safetensors").unlink(missing_ok=True)
     return fitted
 
 
 def fit_case(
-    attack: Attack, client: Client, selection: Selection, public: Public | None, case: Case, folder: Path
+    attack: Attack[Any],
+    client: Client,
+    selection: Selection,
+    public: Data | None,
+    case: Case,
+    folder: Path,
 ) -> dict[str, Any]:
     """Fit a case's attack into a folder of its own and return what its manifest says of the result.
 
@@ -131,7 +146,7 @@ def fit_case(
         BadInputError: there is no public text, the attack names an inverter already, or the folder holds another one.
     """
     if public is None:
-        raise BadInputError("fitting takes the text that the attacker has: add a [public] table")
+        raise BadInputError("fitting takes what the attacker has: add a [public] table")
     key = _key(attack, target_of(client, selection, case.data.batch_size), public, case.seed)
     note = folder / _KEY
     try:
@@ -148,25 +163,28 @@ def fit_case(
     return {"public": about["public"], "texts": about["texts"], "steps": about["steps"], "accuracy": about["accuracy"]}
 
 
-def _key(attack: Attack, target: Target, public: Public, seed: int) -> str:
+def _key(attack: Attack[Any], target: Target, public: Data, seed: int) -> str:
     """Return a hash of all that decides what is learned."""
     facts = {"target": target.model_dump(mode="json"), "attack": describe(attack), "seed": seed}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for tensor in (public.ids, public.mask, public.labels):
+    parts = (
+        (public.images, public.labels) if isinstance(public, PublicImages) else (public.ids, public.mask, public.labels)
+    )
+    for tensor in parts:
         if tensor is not None:
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
 def fitted(
-    attack: Attack,
+    attack: Attack[Any],
     client: Client,
     selection: Selection,
-    public: Public | None,
+    public: Data | None,
     batch_size: int,
     seed: int,
     folder: Path,
-) -> Attack:
+) -> Attack[Any]:
     """Return an attack ready to run: fitted before into the folder, by all that decides the result, or now.
 
     Args:
@@ -175,7 +193,7 @@ def fitted(
     if not attack.unfitted:
         return attack
     if public is None:
-        raise BadInputError(f"attack '{attack.name}' learns from public text: add a [public] table")
+        raise BadInputError(f"attack '{attack.name}' learns from public data: add a [public] table")
     key = _key(attack, target_of(client, selection, batch_size), public, seed)
     place = folder / key
     if (place / MANIFEST).is_file():

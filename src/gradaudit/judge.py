@@ -12,9 +12,11 @@ from torch import Tensor
 
 from gradaudit.client import Client
 from gradaudit.data.sensitive import spans
+from gradaudit.examples import Private
 from gradaudit.leakage.subspace import gap_rank, stack
 from gradaudit.metrics import text as metrics
 from gradaudit.metrics.rouge import has_bigram
+from gradaudit.models.base import Model
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.record import Diagnosis, SentenceMarks, Spectrum
 from gradaudit.streams import stream
@@ -120,16 +122,17 @@ def diagnose(
         exact: every sentence was recovered exactly.
     """
     client = Client(model)
-    truth = _distance(client, batch, seen)
+    truth = update_distance(client, batch, seen)
     if not found.sequences:
         return Diagnosis(truth=truth, guess=None, verdict="no guess")
-    guess = _distance(client, _as_batch(model, found, batch), seen)
+    guess = update_distance(client, _as_batch(model, found, batch), seen)
     verdict: Literal["solved", "optimizer failed", "objective failed"]
     verdict = "solved" if exact else "optimizer failed" if truth < guess else "objective failed"
     return Diagnosis(truth=truth, guess=guess, verdict=verdict)
 
 
-def _distance(client: Client, batch: Batch, seen: Observation) -> float:
+def update_distance(client: Client, batch: Private, seen: Observation[Model]) -> float:
+    """Return 1 - cosine of the update that a client makes of a batch with the observed one, over all seen tensors."""
     update = client.update(batch, stream(0, "diagnose")).tensors
     inner = own = other = 0.0
     for name, view in seen.views.items():

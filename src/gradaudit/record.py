@@ -1,18 +1,20 @@
 """What an audit leaves behind: one `Record` a batch, one `Summary` a run, and the private texts apart from both.
 
-`records.jsonl` holds no text and may be shown to others; `texts.jsonl` holds originals and recovered texts, is
-readable by its owner alone, and is what `gradaudit report --show-text` reads.
+`records.jsonl` holds no text and no image and may be shown to others; `texts.jsonl` and `images.jsonl` hold originals
+and what was recovered, are readable by their owner alone, and are what `gradaudit report --show-text` reads.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from gradaudit.errors import BadInputError
 
@@ -20,6 +22,11 @@ M = TypeVar("M", bound=BaseModel)
 
 SCORES = ("rouge1", "rouge2", "rougeL", "token_accuracy", "exact")
 """Score names every record has; 0 to 100. `exact` is the share of sentences with equal token ids."""
+
+IMAGE_SCORES = ("mse", "psnr", "ssim", "lpips")
+"""Score names of records of images; None where one was not measured."""
+LOWER_LEAKS = frozenset({"mse", "lpips"})
+"""Scores of which a low value means that much leaked."""
 
 Mark = Literal["right", "misplaced", "wrong", "missing"]
 """A word of a recovered text against the original: right place, right word in the wrong place, wrong, not found."""
@@ -84,6 +91,24 @@ class SentenceMarks(_Plain):
     exact: bool
 
 
+class ImageMarks(_Plain):
+    """Scores of one original image, without its pixels.
+
+    Args:
+        found: something was recovered for it; otherwise the scores are the worst there are.
+        mse: 0 to 1.
+        psnr: dB, at most 100.
+        ssim: -1 to 1; None for images of less than 6 pixels a side.
+        lpips: None: not measured.
+    """
+
+    found: bool
+    mse: float
+    psnr: float
+    ssim: float | None = None
+    lpips: float | None = None
+
+
 class Record(_Plain):
     """Everything measured on one batch by one attack; failures are records too.
 
@@ -92,15 +117,16 @@ class Record(_Plain):
         setting: a short name of the setting, for the report ("dropout off").
         batch: 0-based index of the batch.
         attack: the attack's name.
-        scores: ours, one to one, special tokens stripped; None only where undefined (ROUGE-2 of one-word texts).
+        scores: ours, one to one, special tokens stripped; None only where undefined (ROUGE-2 of one-word texts). Of
+            images MSE, PSNR, SSIM and LPIPS.
         baseline: the same scores of the blind guess on the same batch.
         published: scores in the papers' own ways of scoring, by name.
-        load: tokens / width (b/d).
-        tokens: b.
+        load: tokens / width (b/d); None of images.
+        tokens: b; None of images.
         batch_size: B.
         seconds: the attack's wall time.
         flags: names of flags (docs/flags.md).
-        error: why this batch failed, else None; its scores are then 0.
+        error: why this batch failed, else None; its scores are then 0, or the worst there are.
         unsupported: the attack does not support what was to be attacked, and said so.
         knowledge: what the attacker was given.
         sensitive: share (0 to 100) of names and numbers recovered; None when the texts have none.
@@ -112,6 +138,8 @@ class Record(_Plain):
         sentences: word marks, one entry an original sentence, in the batch's order.
         notes: remarks of the attack.
         details: what the attack reports of its own run (loss, ranks, candidates tried); never text.
+        images: scores of each original image, in the batch's order.
+        images_baseline: the same of the blind guess.
     """
 
     case: str
@@ -121,8 +149,8 @@ class Record(_Plain):
     scores: dict[str, float | None]
     baseline: dict[str, float | None]
     published: dict[str, dict[str, float | None]] = {}
-    load: float
-    tokens: int
+    load: float | None = None
+    tokens: int | None = None
     batch_size: int
     seconds: float
     flags: tuple[str, ...] = ()
@@ -138,6 +166,42 @@ class Record(_Plain):
     sentences: tuple[SentenceMarks, ...] = ()
     notes: tuple[str, ...] = ()
     details: dict[str, Any] = {}
+    images: tuple[ImageMarks, ...] = ()
+    images_baseline: tuple[ImageMarks, ...] = ()
+
+
+def score_names(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return the names of the scores that records have: those of images or those of text."""
+    return IMAGE_SCORES if any(name in r.scores for r in records for name in IMAGE_SCORES) else SCORES
+
+
+class Pictures(_Plain):
+    """The private side of one record of images: kept apart, shown only when asked for.
+
+    Args:
+        case, setting, batch, attack: which record it belongs to.
+        originals: the batch's images, each a PNG in base64.
+        recovered: what was recovered for each, None where nothing was.
+    """
+
+    case: str
+    setting: str
+    batch: int
+    attack: str
+    originals: tuple[str, ...]
+    recovered: tuple[str | None, ...]
+
+    @field_validator("originals", "recovered")
+    @classmethod
+    def _pngs(cls, value: tuple[str | None, ...]) -> tuple[str | None, ...]:
+        # they are put into a page as they are: nothing but a PNG may come in
+        for one in value:
+            try:
+                if one is not None and not base64.b64decode(one, validate=True).startswith(b"\x89PNG\r\n\x1a\n"):
+                    raise ValueError("an image is no PNG")
+            except binascii.Error:
+                raise ValueError("an image is not base64") from None
+        return value
 
 
 class Texts(_Plain):
@@ -167,7 +231,7 @@ class Interval(_Plain):
     low: float | None = None
     high: float | None = None
     worst: float | None = None
-    """The worst case for privacy: the highest score of any batch."""
+    """The worst case for privacy: the highest score of any batch (of MSE and LPIPS the lowest)."""
     n: int
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
-from gradaudit.models.base import ROLES, TextModel, View
+from gradaudit.models.base import ROLES, Model, View
 
 _GROUPS = ("embeddings", "word", "position", "head")
 _FORM = "use 'all', a group (embeddings, word, position, head) or LAYERS:ROLES such as '0-2:q,k,v' or '*:f,p'"
@@ -37,7 +37,7 @@ class Selection:
             if term not in ("all", *_GROUPS):
                 self._parse(term, depth=None)
 
-    def views(self, model: TextModel) -> dict[str, View]:
+    def views(self, model: Model) -> dict[str, View]:
         """Return the chosen views of a model by name, in the order of the expression."""
         chosen: dict[str, View] = {}
         for term in self._terms():
@@ -52,7 +52,7 @@ class Selection:
         # a role inside a parameter that is chosen whole is in already
         return {n: v for n, v in chosen.items() if n == v.parameter or v.parameter not in chosen}
 
-    def parameters(self, model: TextModel) -> tuple[str, ...]:
+    def parameters(self, model: Model) -> tuple[str, ...]:
         """Return the names of the parameters that are chosen whole, to freeze them.
 
         Raises:
@@ -66,7 +66,7 @@ class Selection:
                 raise BadInputError(f"freeze: '{name}' holds more than the roles named; freeze all of its roles")
         return tuple(seen)
 
-    def take(self, model: TextModel, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, View]]:
+    def take(self, model: Model, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, View]]:
         """Return the chosen part of an update by view name, and the views; frozen parameters are left out.
 
         Raises:
@@ -77,7 +77,7 @@ class Selection:
             raise BadInputError(f"selection '{self.expression}' picks nothing that the update holds")
         return {n: v(tensors[v.parameter]) for n, v in views.items()}, views
 
-    def share(self, model: TextModel, tensors: Iterable[Tensor]) -> float:
+    def share(self, model: Model, tensors: Iterable[Tensor]) -> float:
         """Return the share of the model's parameters that these tensors are (0 to 1)."""
         every = sum(p.numel() for p in model.parameters().values())
         return sum(t.numel() for t in tensors) / every

@@ -14,6 +14,7 @@ from gradaudit.defenses.base import BatchDefense, ExampleDefense, RoleDefense, U
 from gradaudit.learned.simulated import Part
 from gradaudit.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.models.base import View
+from gradaudit.models.transformers import TransformersModel
 from gradaudit.selection import Selection
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import Batch
@@ -39,6 +40,12 @@ class ClientSimulation:
 
     client: Client
     selection: Selection
+
+    @property
+    def model(self) -> TransformersModel:
+        """The client's model, of text."""
+        assert isinstance(self.client.model, TransformersModel)
+        return self.client.model
 
     @cached_property
     def views(self) -> dict[str, View]:
@@ -70,7 +77,7 @@ class ClientSimulation:
         plain = client.training.optimizer == "none" and client.clients == 1 and client.padding == "right"
         if guarded or not plain or client.dropout_in_force() > 0:
             return False
-        return set(client.trained()) <= tapped_parameters(client.model)
+        return set(client.trained()) <= tapped_parameters(self.model)
 
     def __call__(
         self, ids: Tensor, mask: Tensor, labels: Tensor | None, rng: torch.Generator
@@ -98,7 +105,7 @@ class ClientSimulation:
                 ids, mask = self._replaced(defense, ids, mask, labels, stream(seed, "text", place))
         trained = client.trained()
         here = None if labels is None else labels.to(device)
-        made = gradients_of_batches(client.model, ids.to(device), mask.to(device), here, trained)
+        made = gradients_of_batches(self.model, ids.to(device), mask.to(device), here, trained)
         behind = self._defenses()
         rngs = [stream(seed, "defense", place) for place in range(len(behind))]
         wanted = {view.parameter for view in self.views.values()}
@@ -117,9 +124,7 @@ class ClientSimulation:
         self, defense: BatchDefense, ids: Tensor, mask: Tensor, labels: Tensor | None, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         new = [
-            defense.on_batch(
-                self.client.model, Batch(i.cpu(), m.cpu(), None if labels is None else labels[n].cpu(), ()), rng
-            )
+            defense.on_batch(self.model, Batch(i.cpu(), m.cpu(), None if labels is None else labels[n].cpu(), ()), rng)
             for n, (i, m) in enumerate(zip(ids, mask, strict=True))
         ]
         return torch.stack([b.ids for b in new]), torch.stack([b.mask for b in new])
@@ -147,7 +152,7 @@ class ClientSimulation:
             if isinstance(defense, UpdateDefense):
                 each.append(defense.on_update(one, rng))
             else:
-                each.append(defense.on_roles(self.client.model, one, rng))
+                each.append(defense.on_roles(self.model, one, rng))
         return {name: torch.stack([one[name] for one in each]) for name in each[0]}
 
     def _seen(self, parameter: str, value: Tensor, noise: Tensor | None) -> Iterator[Part]:

@@ -21,16 +21,18 @@ import torch
 from pydantic import ValidationError
 
 from gradaudit import audit
+from gradaudit.audit_images import PreparedImages
 from gradaudit.case import Case, case_data, parse_case
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
 from gradaudit.fitting import INVERTERS
 from gradaudit.leakage.compiled import asked as compile_steps
 from gradaudit.leakage.compiled import compiling
+from gradaudit.learned.kept import learned_in
 from gradaudit.metrics.summary import summarize
-from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.base import Model
 from gradaudit.process import ready_process
 from gradaudit.progress import step
-from gradaudit.record import SCORES, Record, Summary
+from gradaudit.record import IMAGE_SCORES, SCORES, Record, Summary
 from gradaudit.utility import Utility, UtilityTable, kept_utility
 
 MOST = 10_000
@@ -210,7 +212,7 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: i
 
 
 def _one_by_one(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iterator[tuple[int, Result]]:
-    loaded: dict[str, TransformersModel] = {}
+    loaded: dict[str, Model] = {}
     for number, point in enumerate(sweep.points):
         yield number, _run(point, sweep.utility, base, out, device, loaded)
 
@@ -259,7 +261,7 @@ def _ready(parent: int, threads: int) -> None:
 def _run_some(
     points: Sequence[Point], cost: UtilityTable | None, base: Path, out: Path, device: torch.device, compiled: bool
 ) -> list[Result]:
-    loaded: dict[str, TransformersModel] = {}
+    loaded: dict[str, Model] = {}
     with compiling(compiled):
         return [_run(point, cost, base, out, device, loaded) for point in points]
 
@@ -270,7 +272,7 @@ def _run(
     base: Path,
     out: Path,
     device: torch.device,
-    loaded: dict[str, TransformersModel],
+    loaded: dict[str, Model],
 ) -> Result:
     records: list[Record] = []
     case = point.case
@@ -282,14 +284,17 @@ def _run(
         if case.lora is None:
             loaded.clear()
             loaded[key] = ready.model
-        for record in audit.run(ready, out / case.content_hash(), inverters=out / INVERTERS):
-            records.append(record)
-            step(f"batches: {point.title}", len(records), len(ready.batches))
+        with learned_in(out / audit.LEARNED):  # points with the same public data learn once
+            for record in audit.run(ready, out / case.content_hash(), inverters=out / INVERTERS):
+                records.append(record)
+                step(f"batches: {point.title}", len(records), len(ready.batches))
     except AuditError as error:
         return Result(point, None, error=str(error), refused=isinstance(error, NotSupportedError))
     summary = summarize(records)[0]
     if cost is None:
         return Result(point, summary, tuple(records))
+    if isinstance(ready, PreparedImages):
+        return Result(point, summary, tuple(records), no_utility="utility is measured on text; leave [utility] away")
     try:
         found = kept_utility(out / UTILITY, case, cost, ready.model, ready.rows)
     except AuditError as error:  # what was attacked is not lost by it
@@ -299,7 +304,9 @@ def _run(
 
 def _write(path: Path, results: Sequence[Result]) -> None:
     axes = list(results[0].point.values)
-    sides = [f"{name} {part}" for name in SCORES for part in ("mean", "low", "high")]
+    images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
+    names, main = (IMAGE_SCORES, "mse") if images else (SCORES, "rougeL")
+    sides = [f"{name} {part}" for name in names for part in ("mean", "low", "high")]
     rows = []
     for result in results:
         row: dict[str, Any] = dict(result.point.values) | {"case": result.point.case.content_hash()}
@@ -307,14 +314,17 @@ def _write(path: Path, results: Sequence[Result]) -> None:
         if result.summary is not None:
             found = result.summary
             row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds}
-            row |= {"flags": " ".join(found.flags), "blind rougeL": found.baseline["rougeL"].mean}
+            row |= {
+                "flags": " ".join(found.flags),
+                f"blind {main}": found.baseline[main].mean if main in found.baseline else None,
+            }
             if result.utility is not None:
                 row |= {name: value for name, value in asdict(result.utility).items() if name in COSTS}
-            for name in SCORES:
+            for name in found.scores.keys() & set(names):
                 value = found.scores[name]
                 row |= {f"{name} mean": value.mean, f"{name} low": value.low, f"{name} high": value.high}
         rows.append(row)
-    columns = [*axes, "batches", "failed", *sides, "blind rougeL", *COSTS, "seconds", "flags", "error", "case"]
+    columns = [*axes, "batches", "failed", *sides, f"blind {main}", *COSTS, "seconds", "flags", "error", "case"]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf8", newline="") as file:

@@ -31,6 +31,7 @@ SCORE_TITLES = {
     "token_accuracy": "tok",
     "exact": "exact",
 }
+IMAGE_TITLES = {"mse": "MSE", "psnr": "PSNR", "ssim": "SSIM", "lpips": "LPIPS"}
 _STYLES: dict[Mark, str] = {"right": "green", "misplaced": "yellow", "wrong": "red", "missing": "dim"}
 _SHAPES: dict[Mark, tuple[str, str]] = {
     "right": ("", ""),
@@ -75,6 +76,17 @@ def _cell(value: Interval) -> str:
     return f"{value.mean:.1f} [dim]({value.low:.0f}-{value.high:.0f})[/dim]"
 
 
+def _image_cell(value: Interval, digits: int) -> str:
+    if value.mean is None:
+        return "-"
+    low, high = value.low, value.high
+    between = "" if low is None or high is None or low == high else f" [dim]({low:.{digits}f}-{high:.{digits}f})[/dim]"
+    return f"{value.mean:.{digits}f}{between}"
+
+
+_DIGITS = {"mse": 4, "psnr": 1, "ssim": 2, "lpips": 2}
+
+
 def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
     """Return one table a setting: scores with intervals, the blind baseline beside them, seconds, failures."""
     tables: dict[str, Table] = {}
@@ -82,6 +94,14 @@ def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
         if row.setting not in tables:
             tables[row.setting] = _empty_table(row)
         failed = f" ({row.failed} failed)" if row.failed else ""
+        if "mse" in row.scores:
+            tables[row.setting].add_row(
+                row.attack + failed,
+                *(_image_cell(row.scores[name], _DIGITS[name]) for name in IMAGE_TITLES),
+                _image_cell(row.baseline["mse"], _DIGITS["mse"]),
+                f"{row.seconds:.1f}",
+            )
+            continue
         tables[row.setting].add_row(
             row.attack + failed,
             *(_cell(row.scores[name]) for name in SCORE_TITLES),
@@ -104,13 +124,23 @@ def sweep_table(results: Sequence[Result]) -> Table:
     for key in results[0].point.values:
         table.add_column(escape(key.split(".")[-1]))
     costs = any(r.utility is not None for r in results)
-    names = ("R-1", "R-L", "exact", "blind", "batches", "s") + (("acc", "mcc", "epsilon") if costs else ())
+    images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
+    if images:
+        table.caption = (
+            "MSE of pixels in 0 to 1 (lower: more leaked), PSNR in dB, in brackets the 95% interval over batches; "
+            "blind: MSE without any gradient; <: upper bound, the attack does not reckon with a defense there"
+        )
+    shown = ("MSE", "PSNR", "SSIM") if images else ("R-1", "R-L", "exact")
+    names = (*shown, "blind", "batches", "s") + (("acc", "mcc", "epsilon") if costs else ())
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         found, values = result.summary, map(escape, result.point.values.values())
         if found is None or result.failed:
             table.add_row(*values, "not supported" if result.unsupported else "[yellow]not run[/yellow]")
+            continue
+        if "mse" in found.scores:
+            table.add_row(*values, *_image_sweep_cells(found))
             continue
         bound = "> " if {"defense-not-modeled", "dropout-not-modeled"} & set(found.flags) else ""
         one, exact = (f"{found.scores[name].mean or 0:.1f}" for name in ("rouge1", "exact"))
@@ -126,18 +156,31 @@ def sweep_table(results: Sequence[Result]) -> Table:
     return table
 
 
+def _image_sweep_cells(found: Summary) -> list[str]:
+    bound = "< " if "defense-not-modeled" in found.flags else ""
+    plain = [found.scores[name].model_copy(update={"low": None}) for name in ("psnr", "ssim")]
+    scores = [_image_cell(found.scores["mse"], _DIGITS["mse"]), _image_cell(plain[0], 1), _image_cell(plain[1], 2)]
+    failed = f" ({found.failed} failed)" if found.failed else ""
+    blind = _image_cell(found.baseline["mse"].model_copy(update={"low": None}), _DIGITS["mse"])
+    return [bound + scores[0], *scores[1:], blind, f"{found.n}{failed}", f"{found.seconds:.1f}"]
+
+
 def _empty_table(row: Summary) -> Table:
     batches = f"{row.n} batch{'es' * (row.n > 1)}"
     interval = "; in brackets the 95% interval over batches" if row.n > 1 else ""
+    images = "mse" in row.scores
+    said = "0 to 100; blind: ROUGE-L without any gradient; names: names and numbers found"
+    if images:
+        said = "MSE of pixels in 0 to 1, PSNR in dB, LPIPS not measured; blind: MSE without any gradient"
     table = Table(
         title=f"[bold]{escape(row.setting)}[/bold], {batches}",
         title_justify="left",
         title_style="",
-        caption=f"0 to 100; blind: ROUGE-L without any gradient; names: names and numbers found{interval}\n",
+        caption=f"{said}{interval}\n",
         caption_justify="left",
     )
     table.add_column("attack")
-    for name in (*SCORE_TITLES.values(), "blind", "names", "s"):
+    for name in (*IMAGE_TITLES.values(), "blind", "s") if images else (*SCORE_TITLES.values(), "blind", "names", "s"):
         table.add_column(name, justify="right")
     return table
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradaudit.errors import BadInputError, unknown_name
-from gradaudit.record import SCORES, Summary
+from gradaudit.record import IMAGE_SCORES, SCORES, Summary
 
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -18,9 +18,9 @@ class Threshold:
     """A condition on a mean score, such as exact > 0.
 
     Args:
-        score: one of `SCORES`, or "sensitive".
+        score: one of `SCORES`, of images one of `IMAGE_SCORES`, or "sensitive".
         sign: ">=", ">", "<=" or "<".
-        value: 0 to 100.
+        value: 0 to 100, or in the unit of an image score.
     """
 
     score: str
@@ -29,7 +29,7 @@ class Threshold:
 
     def crossed(self, summary: Summary) -> bool:
         """Return whether the run's mean score meets the condition; an undefined score does not."""
-        interval = summary.sensitive if self.score == "sensitive" else summary.scores[self.score]
+        interval = summary.sensitive if self.score == "sensitive" else summary.scores.get(self.score)
         if interval is None or interval.mean is None:
             return False
         return bool(_COMPARE[self.sign](interval.mean, self.value))
@@ -50,8 +50,9 @@ def parse(texts: Sequence[str]) -> list[Threshold]:
         if match is None:
             raise BadInputError(f"--fail-on takes SCORE>VALUE, for example rougeL>20 or exact>0; got '{text}'")
         name, sign, value = match.groups()
-        if name not in (*SCORES, "sensitive"):
-            raise unknown_name("score", name, (*SCORES, "sensitive"))
+        known = (*SCORES, *IMAGE_SCORES, "sensitive")
+        if name not in known:
+            raise unknown_name("score", name, known)
         try:
             found.append(Threshold(name, sign, float(value)))
         except ValueError:

@@ -1,23 +1,26 @@
 """The data that flows through an audit: Batch, Update, Knowledge, Observation, Reconstruction.
 
-Data flows one way, through a wall. A `Batch` is private: only the client and the judge may hold one.
-An attack gets an `Observation` and returns a `Reconstruction`; neither can carry a `Batch`.
+Data flows one way, through a wall. A `Batch` of text or an `ImageBatch` is private: only the client and the judge may
+hold one. An attack gets an `Observation` and returns a `Reconstruction`; neither can carry a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 from torch import Tensor
+from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
-    from gradaudit.models.base import TextModel, View
+    from gradaudit.models.base import Model, TextModel, View
 
 UpdateKind = Literal["gradient", "delta"]
-Task = Literal["classification", "causal-lm"]
+Task = Literal["classification", "causal-lm", "image-classification"]
 Loss = Literal["cross-entropy", "squared"]
+M_co = TypeVar("M_co", bound="Model", covariant=True, default="TextModel")
+"""Kind of the model that an observation is of: of text where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Batch:
     texts: tuple[str, ...]
     truncated: int = 0
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
     def sequences(self) -> list[list[int]]:
         """Return each sentence's token ids without padding."""
         return [row[keep].tolist() for row, keep in zip(self.ids, self.mask, strict=True)]
@@ -51,6 +57,43 @@ class Batch:
     def tokens(self) -> int:
         """How many real tokens the batch has, special tokens included (b in the literature)."""
         return int(self.mask.sum())
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """One private batch of images, as the client trains on it. Never crosses the wall.
+
+    Args:
+        images: [B, C, H, W] in 0 to 1.
+        labels: [B] class labels.
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def part(self, rows: slice) -> ImageBatch:
+        """Return some of the images as a batch of their own."""
+        return ImageBatch(self.images[rows], self.labels[rows])
+
+
+@dataclass(frozen=True)
+class PublicImages:
+    """Images that the attacker has from elsewhere; none of them is in an audited batch.
+
+    Args:
+        images: [N, C, H, W] in 0 to 1.
+        labels: [N] class labels.
+        where: their source in words, for records and reports.
+        sha256: of the images and labels.
+    """
+
+    images: Tensor
+    labels: Tensor
+    where: str
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -110,6 +153,7 @@ class Knowledge:
         training: the client's optimizer, learning rate, epochs and minibatch.
         dropout: the dropout rate in force (0.0: off).
         defenses: descriptions of the defenses in force; empty: known to be none.
+        public: data from elsewhere that the attacker has, in words (the data is in the observation).
     """
 
     batch_size: int | None = None
@@ -119,6 +163,7 @@ class Knowledge:
     dropout: float | None = None
     defenses: tuple[Mapping[str, Any], ...] | None = None
     longest: int | None = None
+    public: str | None = None
 
     def given(self) -> dict[str, Any]:
         """Return what is known, by name, in plain types."""
@@ -142,7 +187,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Observation:
+class Observation(Generic[M_co]):
     """All that an attack may see: the model, the selected tensors and the attacker's knowledge.
 
     Args:
@@ -153,15 +198,17 @@ class Observation:
         knowledge: what the attacker is given.
         selection: the expression that chose the tensors.
         known: token ids of sentences that were read from other updates of the same client, and may be in this one.
+        public: images from elsewhere that the attacker has; None for none.
     """
 
-    model: TextModel
+    model: M_co
     tensors: Mapping[str, Tensor]
     views: Mapping[str, View]
     kind: UpdateKind
     knowledge: Knowledge = field(default_factory=Knowledge)
     selection: str = "all"
     known: tuple[tuple[int, ...], ...] = ()
+    public: PublicImages | None = None
 
     def role(self, layer: int, role: str) -> list[Tensor]:
         """Return the seen gradients of one role of one block, each [out, in]; empty when not shared.
@@ -188,10 +235,12 @@ class Reconstruction:
         certificates: "proven", "likely" or "guess" a sentence, computed without the truth; None when not computed.
         notes: one-sentence remarks for the report ("not identifiable: ...").
         details: plain numbers the attack reports (loss, candidates, ranks), for the record.
+        images: recovered images [n, C, H, W] in 0 to 1, fewer or more than the batch, in any order; None of text.
     """
 
-    sequences: tuple[tuple[int, ...], ...]
+    sequences: tuple[tuple[int, ...], ...] = ()
     labels: tuple[int, ...] | None = None
     certificates: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    images: Tensor | None = None

@@ -15,8 +15,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from gradaudit.audit import client_of
 from gradaudit.case import Case
+from gradaudit.case_client import client_of
 from gradaudit.data.source import Rows, make_batch
 from gradaudit.defenses.base import ExampleDefense, ModelDefense
 from gradaudit.errors import BadInputError, NotSupportedError

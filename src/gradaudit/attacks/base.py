@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Knowledge, Observation, Reconstruction
 
 if TYPE_CHECKING:
     from gradaudit.learned.inverter import Target
-    from gradaudit.learned.simulated import Public, Simulation
+
+M = TypeVar("M", bound=Model, default=TextModel)
 
 IN_SIGHT = frozenset({"freeze", "dropout"})
 """Defenses that an update shows by what is absent from it, and `Knowledge.dropout` tells."""
@@ -23,8 +25,11 @@ ZERO_MEAN = ("gaussian", "laplace", "quantize")
 """Defenses that add to each coordinate what is 0 in the mean: the truth stays where distances of matching are least."""
 
 
-class Attack(ABC):
-    """Base of every attack. Subclasses are frozen dataclasses, registered with `@register`, and write only `run`."""
+class Attack(ABC, Generic[M]):
+    """Base of every attack. Subclasses are frozen dataclasses, registered with `@register`, and write only `run`.
+
+    `Attack` attacks models of text, `Attack[ImageModel]` those of images and `Attack[Model]` both; `tasks` says so too.
+    """
 
     kind: ClassVar[str] = "attack"
     name: ClassVar[str]
@@ -41,7 +46,7 @@ class Attack(ABC):
     exact_on_deltas: ClassVar[bool] = False
     """True when a weight change of several steps is read as what it is; otherwise it gets a flag."""
 
-    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         """Return whether the attack, as it is set, acts on knowing of a defense, or need not know of it.
 
         Args:
@@ -56,7 +61,7 @@ class Attack(ABC):
         return defense not in IN_SIGHT and "*" not in self.models_defenses
 
     @final
-    def __call__(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    def __call__(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:
         """Check what the attack needs, run it, and leave the model as it was, even after an error.
 
         Args:
@@ -93,7 +98,7 @@ class Attack(ABC):
                 ) from broken
 
     @abstractmethod
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+    def run(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:
         """Recover what can be recovered.
 
         Args:
@@ -107,13 +112,13 @@ class Attack(ABC):
         return False
 
     def fit(
-        self, simulate: Simulation, public: Public, target: Target, model: TextModel, folder: Path, rng: torch.Generator
-    ) -> Attack:
-        """Learn from public text and return the attack that knows what was learned.
+        self, simulate: Any, public: Any, target: Target, model: Any, folder: Path, rng: torch.Generator
+    ) -> Attack[M]:
+        """Learn from public data and return the attack that knows what was learned.
 
         Args:
-            simulate: replays the client, defenses included, on public text.
-            public: text that is in no audited batch.
+            simulate: replays the client, defenses included, on public data (`learned.simulated`).
+            public: data that is in no audited batch: `Public` text, or `PublicImages`.
             target: the client's settings, and what is seen of its updates.
             model: the model whose updates are read.
             folder: where what was learned is written; a fit that was stopped goes on from what it kept there.
@@ -124,7 +129,7 @@ class Attack(ABC):
         """
         raise NotSupportedError(f"attack '{self.name}' learns nothing beforehand; run it as it is")
 
-    def fitted_in(self, folder: Path) -> Attack:
+    def fitted_in(self, folder: Path) -> Attack[M]:
         """Return the attack that knows what an earlier `fit` wrote into a folder.
 
         Raises:
@@ -156,7 +161,7 @@ class ModelChangedError(RuntimeError):
     """An attack wrote into the model or into what it saw: every later number would be about another model."""
 
 
-def _numbers(seen: Observation) -> list[int]:
+def _numbers(seen: Observation[Model]) -> list[int]:
     """Return checksums of all weights and of all that was seen; in-place writes of any kind change them."""
     return [_checksum(t.detach()) for t in (*seen.model.parameters().values(), *seen.tensors.values())]
 
@@ -170,7 +175,7 @@ def _checksum(tensor: Tensor) -> int:
     return int(data[:whole].view(torch.int64).sum()) ^ int(data[whole:].sum())
 
 
-def needs_of(attack: type[Attack]) -> tuple[str, ...]:
+def needs_of(attack: type[Attack[Model]]) -> tuple[str, ...]:
     """Return the knowledge an attack class needs, checked against the fields of `Knowledge`."""
     unknown = [n for n in attack.needs if n not in Knowledge.__dataclass_fields__]
     if unknown:

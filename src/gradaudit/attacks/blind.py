@@ -8,34 +8,43 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.leakage.priors import frequent_tokens
+from gradaudit.leakage.priors import frequent_tokens, usual_image
+from gradaudit.models.base import Model, TextModel
+from gradaudit.models.images import ImageModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
 
 @register
 @dataclass(frozen=True)
-class Blind(Attack):
+class Blind(Attack[Model]):
     """Guess the most frequent words of English, as many as the sentence has; look at no tensor.
+
+    Of images the mean of the public ones, or gray where there are none, as often as the batch has images.
 
     Every score is shown beside this one: what it does not exceed, the update did not reveal.
     """
 
     name: ClassVar[str] = "blind"
     source: ClassVar[str] = "evaluation protocol: prior only, on the same batches"
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm", "image-classification")
     models_defenses: ClassVar[tuple[str, ...]] = ("*",)
     models_dropout: ClassVar[bool] = True
     exact_on_deltas: ClassVar[bool] = True
     length: int = hyper(
         10, "words a sentence when lengths are unknown", unit="tokens", source="a usual sentence of these data sets"
     )
-    sentences: int = hyper(1, "sentences guessed when the batch size is unknown")
+    sentences: int = hyper(1, "sentences or images guessed when the batch size is unknown")
 
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        prior = frequent_tokens(seen.model)
-        special, known = seen.model.special, seen.knowledge
-        frame = len(special.prefix) + len(special.suffix)
+    def run(self, seen: Observation[Model], rng: torch.Generator) -> Reconstruction:
+        known = seen.knowledge
         size = known.batch_size or self.sentences
+        if isinstance(seen.model, ImageModel):
+            return Reconstruction(images=usual_image(seen.model, seen.public).expand(size, -1, -1, -1).clone())
+        assert isinstance(seen.model, TextModel)
+        prior = frequent_tokens(seen.model)
+        special = seen.model.special
+        frame = len(special.prefix) + len(special.suffix)
         lengths = known.lengths or (self.length + frame,) * size
         guesses = tuple(
             (*special.prefix, *(prior[i % len(prior)] for i in range(max(n - frame, 0))), *special.suffix)

@@ -20,7 +20,7 @@ from gradaudit.leakage.joint import Joint, joint
 from gradaudit.leakage.noisy_growth import grow_under_noise
 from gradaudit.leakage.products import Products
 from gradaudit.leakage.subspace import Span, span
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Model, TextModel
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -181,9 +181,9 @@ class Dager(Attack):
         paper = self.rank == "paper"
         return span(seen, layer, self.roles, fixed_rank=paper, noise=not paper)
 
-    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         # noise is told from what a batch spans where prefixes grow; products of an encoder's sets are not
-        grows = model is None or model.causal or defense == "clip"
+        grows = not isinstance(model, TextModel) or model.causal or defense == "clip"
         return grows and super().reckons_with(defense, model, batch_size)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:

@@ -13,7 +13,7 @@ from gradaudit.leakage.counters import COUNTERED, countered
 from gradaudit.leakage.distances import SquaredL2
 from gradaudit.leakage.harness import match
 from gradaudit.leakage.matching import STEP
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -78,7 +78,7 @@ class Dlg(Attack):
                 f"attack 'dlg': optimizer must be one of {', '.join(_OPTIMIZERS)}, got '{self.optimizer}'"
             )
 
-    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         return (self.counter or defense not in COUNTERED) and super().reckons_with(defense, model, batch_size)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

@@ -23,7 +23,7 @@ from gradaudit.leakage.ranking import rank_words
 from gradaudit.leakage.refit import Refit
 from gradaudit.leakage.replay import objective_of
 from gradaudit.leakage.subspace import stack
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 from gradaudit.unfinished import keep, kept
@@ -121,7 +121,7 @@ class Grab(Attack):
         steps = self.rounds * (self.steps + self.refit * self.refit_steps)
         return int(STEP * steps + CANDIDATE * (self.rounds * 2 * beams + orders))
 
-    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         plain = defense not in ("normalized-gaussian", "random-pruning", "topk")
         return (self.counter or plain) and super().reckons_with(defense, model, batch_size)
 

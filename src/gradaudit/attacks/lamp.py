@@ -17,7 +17,7 @@ from gradaudit.leakage.distances import Cosine, Distance, SquaredL2
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
 from gradaudit.leakage.matching import CANDIDATE, STEP, nearest_tokens
 from gradaudit.leakage.replay import objective_of
-from gradaudit.models.base import ModelSpec, TextModel
+from gradaudit.models.base import Model, ModelSpec, TextModel
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
@@ -90,7 +90,7 @@ class Lamp(Attack):
         self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
         self._at_least(0, "norm", "silent")
 
-    def reckons_with(self, defense: str, model: TextModel | None = None, batch_size: int | None = None) -> bool:
+    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         # the cosine of each tensor does not see a scale: clipping of the whole, or of the one sentence there is
         scaled = defense == "clip" or (defense == "dp-sgd" and batch_size == 1)
         counted = self.counter or defense not in COUNTERED

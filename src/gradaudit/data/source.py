@@ -36,14 +36,15 @@ class SourceSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["sample"] | None = Field(
+    source: Literal["sample", "digits"] | None = Field(
         default=None,
-        description='"sample" for the embedded sentences; taken when neither path nor hub is given',
+        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub',
     )
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="local file (csv, tsv, jsonl, parquet, txt, tokens), from the case file's or current folder",
+        description="local file (csv, tsv, jsonl, parquet, txt, tokens; images: parquet or a folder of classes), from "
+        "the case file's or current folder",
     )
     hub: str | None = Field(
         default=None, min_length=1, description="id of a data set on the Hugging Face hub (gradaudit[data])"
@@ -54,9 +55,10 @@ class SourceSpec(BaseModel):
     text: str | ColumnNumber = Field(
         default="text", description="column of the text: a name, or a number counted from 0"
     )
+    image: str | ColumnNumber = Field(default="image", description="column of the encoded images: a name, or a number")
     label: str | ColumnNumber | None = Field(
         default=None,
-        description="column of the class label: a name, or a number counted from 0; the sample has its own",
+        description="column of the class label: a name, or a number counted from 0; the sample and images have theirs",
     )
     shuffle_seed: int | None = Field(
         default=None,
@@ -87,7 +89,7 @@ class SourceSpec(BaseModel):
 class DataSpec(SourceSpec):
     """Which rows an audit attacks: a source, its columns, and how the batches are drawn from it."""
 
-    batch_size: int = Field(default=1, ge=1, description="texts a batch")
+    batch_size: int = Field(default=1, ge=1, description="texts or images a batch")
     batches: int = Field(default=1, ge=1, description="number of batches")
     skip: int = Field(default=0, ge=0, description="rows of the drawn order to pass over first")
     window: int | None = Field(
@@ -98,9 +100,11 @@ class DataSpec(SourceSpec):
 
 
 class PublicSpec(SourceSpec):
-    """[public]: text that the attacker has, for attacks that learn; none of it is in an audited batch."""
+    """[public]: what the attacker has, for attacks that learn; none of it is in an audited batch."""
 
-    rows: int | None = Field(default=None, ge=1, description="at most so many rows, or windows; all when not set")
+    rows: int | None = Field(
+        default=None, ge=1, description="at most so many rows, windows or images; all when not set"
+    )
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,9 @@ class Rows:
     sha256: str
     ids: tuple[tuple[int, ...], ...] | None = None
 
+    def __len__(self) -> int:
+        return len(self.texts)
+
 
 def load_rows(spec: SourceSpec, base: Path) -> Rows:
     """Return all rows of the source a spec names.
@@ -137,8 +144,10 @@ def load_rows(spec: SourceSpec, base: Path) -> Rows:
         BadInputError: the source cannot be read, or does not hold what the spec asks for.
     """
     if spec.hub is not None:
-        table, declared = _hub(spec.hub, spec)
+        table, declared = hub_table(spec.hub, spec, spec.label)
         return _rows(table, spec.text, spec.label, declared, None)
+    if spec.source == "digits":
+        raise BadInputError('source = "digits" has images: set task = "image-classification", or leave source away')
     if spec.path is None:
         data = SAMPLE.read_bytes()
         label = "label" if spec.label is None else spec.label
@@ -162,6 +171,20 @@ def load_rows(spec: SourceSpec, base: Path) -> Rows:
     return _rows(table, spec.text, spec.label, (), data)
 
 
+def draw_numbers(spec: DataSpec, count: int, where: str) -> list[tuple[int, ...]]:
+    """Return the row numbers of each batch of a source with so many rows; see `draw`."""
+    needed = spec.skip + spec.batches * spec.batch_size
+    if needed > count:
+        raise BadInputError(
+            f"batch larger than the data: {where} has {count} rows and {needed} are needed "
+            f"(skip {spec.skip} + {spec.batches} batches of {spec.batch_size}); "
+            "lower batch_size, batches or skip"
+        )
+    chosen = shuffled(spec, count)[spec.skip : needed]
+    size = spec.batch_size
+    return [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+
+
 def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
     """Return the row numbers of each batch, counted from 0.
 
@@ -174,27 +197,19 @@ def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
     Raises:
         BadInputError: there are too few rows, or a drawn row holds no text.
     """
-    needed = spec.skip + spec.batches * spec.batch_size
-    if needed > len(rows.texts):
-        raise BadInputError(
-            f"batch larger than the data: {rows.where} has {len(rows.texts)} rows and {needed} are needed "
-            f"(skip {spec.skip} + {spec.batches} batches of {spec.batch_size}); "
-            "lower batch_size, batches or skip"
-        )
-    chosen = order_of(spec, rows)[spec.skip : needed]
-    for row in chosen:
+    batches = draw_numbers(spec, len(rows.texts), rows.where)
+    for row in (row for batch in batches for row in batch):
         if not rows.texts[row].strip():
             raise BadInputError(
                 f"row {row} (counted from 0) of {rows.where} is drawn but holds no text; "
                 "delete that row, or change skip or shuffle_seed to pass over it"
             )
-    size = spec.batch_size
-    return [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
+    return batches
 
 
-def order_of(spec: SourceSpec, rows: Rows) -> list[int]:
-    """Return the numbers of all rows in the order that a spec draws them in."""
-    order = list(range(len(rows.texts)))
+def shuffled(spec: SourceSpec, count: int) -> list[int]:
+    """Return the numbers of so many rows in the order that a spec draws them in."""
+    order = list(range(count))
     if spec.shuffle_seed is not None:
         # the legacy generator, because the papers' indices come from it
         np.random.RandomState(spec.shuffle_seed).shuffle(order)
@@ -294,8 +309,17 @@ def _text_lines(data: bytes, spec: SourceSpec) -> Rows:
     return Rows(texts, None, (), where, hashlib.sha256(data).hexdigest())
 
 
-def _hub(hub: str, spec: SourceSpec) -> tuple[Table, tuple[str, ...]]:
-    """Return the table of a hub data set, and the class names it declares for the label column."""
+def hub_table(
+    hub: str, spec: SourceSpec, label: str | int | None, image: str | int | None = None
+) -> tuple[Table, tuple[str, ...]]:
+    """Return the table of a hub data set, and the class names it declares for the label column.
+
+    Args:
+        hub: its id.
+        spec: configuration and split.
+        label: column of the label.
+        image: column of images, which stay encoded.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -316,8 +340,12 @@ def _hub(hub: str, spec: SourceSpec) -> tuple[Table, tuple[str, ...]]:
     names = tuple(loaded.column_names)
     table = Table(where, names, len(names), lambda number: list(loaded[names[number]]), row_place)
     declared: tuple[str, ...] = ()
-    if spec.label is not None:
-        feature = loaded.features[names[pick(table, "label", spec.label)]]
+    if image is not None:
+        column = names[pick(table, "image", image)]
+        if isinstance(loaded.features[column], datasets.Image):
+            loaded = loaded.cast_column(column, datasets.Image(decode=False))
+    if label is not None:
+        feature = loaded.features[names[pick(table, "label", label)]]
         declared = tuple(getattr(feature, "names", None) or ())
     return table, declared
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Batch
 
 
@@ -132,7 +132,7 @@ class ModelDefense(Defense):
 
     acts_on: ClassVar[str] = "model"
 
-    def frozen(self, model: TextModel) -> tuple[str, ...]:
+    def frozen(self, model: Model) -> tuple[str, ...]:
         """Return the names of the parameters that are neither trained nor sent.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gradaudit.defenses.base import ModelDefense
 from gradaudit.errors import BadInputError
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.selection import Selection
 
@@ -29,7 +29,7 @@ class Freeze(ModelDefense):
     def __post_init__(self) -> None:
         Selection(self.what)
 
-    def frozen(self, model: TextModel) -> tuple[str, ...]:
+    def frozen(self, model: Model) -> tuple[str, ...]:
         return Selection(self.what).parameters(model)
 
 

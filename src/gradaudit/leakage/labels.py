@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.matching import as_gradient
+from gradaudit.models.base import Model
 from gradaudit.types import Observation
 
 
@@ -33,11 +34,11 @@ def single_label(bias_gradient: Tensor | None, weight_gradient: Tensor | None) -
     return label if int(against[label]) == len(inner) - 1 and int((against == 1).sum()) == len(inner) - 1 else None
 
 
-def analytic_label(seen: Observation) -> int | None:
-    """Return the label of an observed single-sentence update, None where it cannot be read exactly."""
+def analytic_label(seen: Observation[Model]) -> int | None:
+    """Return the label of an observed update of a single sentence or image, None where it cannot be read exactly."""
     model = seen.model
     # of other losses than cross-entropy the gradient of several logits may be negative
-    if model.spec.loss != "cross-entropy" or model.spec.task != "classification" or seen.knowledge.batch_size != 1:
+    if model.spec.loss != "cross-entropy" or model.spec.task == "causal-lm" or seen.knowledge.batch_size != 1:
         return None
     how = seen.knowledge.training
     if seen.kind == "delta" and (how is None or how.optimizer != "sgd"):

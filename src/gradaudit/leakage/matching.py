@@ -20,7 +20,7 @@ from gradaudit.leakage.compiled import distance_by_compiled_step
 from gradaudit.leakage.distances import Distance
 from gradaudit.leakage.factored import Observed, Product, gradient, of_products, of_whole, rank_of_products
 from gradaudit.leakage.masks import Masks
-from gradaudit.models.base import View
+from gradaudit.models.base import Model, View
 from gradaudit.models.taps import Tap, Traced
 from gradaudit.types import Observation
 
@@ -495,7 +495,7 @@ def _oriented(view: View, how: str, observed: Tensor) -> Tensor:
     return observed.T.contiguous() if how == "transposed" and whole else observed.contiguous()
 
 
-def as_gradient(seen: Observation) -> dict[str, Tensor]:
+def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
     """Return the observed tensors as gradients: a known SGD weight change is divided by -(learning rate x steps).
 
     Raises:

@@ -1,10 +1,15 @@
-"""What an attacker knows of text before seeing any gradient: the frequent words of English."""
+"""What an attacker knows before seeing any gradient: the frequent words of English, the mean of public images."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 
+import torch
+from torch import Tensor
+
 from gradaudit.models.base import TextModel
+from gradaudit.models.images import ImageModel
+from gradaudit.types import PublicImages
 
 
 def frequent_words() -> list[str]:
@@ -22,3 +27,10 @@ def frequent_tokens(model: TextModel) -> list[int]:
             found.append(ids[0])
     # a vocabulary without whole words (characters, another language) still has tokens to guess
     return found or [i for i in range(model.vocabulary_size) if i not in model.special.ids][:50]
+
+
+def usual_image(model: ImageModel, public: PublicImages | None) -> Tensor:
+    """Return the mean [1, C, H, W] of public images; gray where there are none."""
+    if public is None:
+        return torch.full((1, *model.shape), 0.5, device=model.device)
+    return public.images.mean(0, keepdim=True).to(model.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gradaudit.errors import BadInputError
 from gradaudit.learned.features import Examples, Scaling, hashed, noised, scaling_of, sizes_of
 from gradaudit.learned.hashing import Hash
 from gradaudit.learned.inverter import Inverter, Target, new_manifest
-from gradaudit.learned.network import Network, NetworkShape, hits
+from gradaudit.learned.network import Network, NetworkShape, hits, loss_of
 from gradaudit.learned.simulated import Public, Simulation
 from gradaudit.learned.training import Recipe, train
 from gradaudit.models.base import TextModel
@@ -123,9 +124,10 @@ def fit_inverter(
         network = Network(shape, stream(seed, "weights")).to(public.ids.device)
         if plan.own_words:
             begin_with_words(network, model, shown)
-        recipe = Recipe(most, rate, plan.decay, plan.squared, min(every, most), plan.patience)
-        found = train(network, batch, validate, recipe, checkpoint, what)
-        return network, found.accuracy, found.steps
+        recipe = Recipe(most, rate, plan.decay, min(every, most), plan.patience)
+        loss = partial(loss_of, squared=plan.squared)
+        found = train(network, batch, validate, recipe, checkpoint, what, loss)
+        return network, found.score, found.steps
 
     rate = plan.learning_rate
     checkpoint = None if folder is None else folder / "checkpoint.safetensors"

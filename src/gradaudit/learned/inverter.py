@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,15 +26,18 @@ from gradaudit.learned.hashing import Hash
 from gradaudit.learned.network import Network, NetworkShape
 from gradaudit.types import Observation, Task, UpdateKind
 
+P = TypeVar("P", bound="Plain")
 MANIFEST, WEIGHTS = "manifest.json", "inverter.safetensors"
 _LARGEST_MANIFEST = 16 << 20
 
 
-class _Plain(BaseModel):
+class Plain(BaseModel):
+    """Data of a manifest."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Target(_Plain):
+class Target(Plain):
     """What an inverter is made for: an update of anything else is refused.
 
     Args:
@@ -60,7 +63,7 @@ class Target(_Plain):
     dropout: float
 
 
-class Manifest(_Plain):
+class Manifest(Plain):
     """`manifest.json` of an inverter.
 
     Args:
@@ -142,7 +145,7 @@ class Inverter:
         return tuple(sentence for sentence in out if sentence)
 
 
-def refuse_misfit(target: Target, seen: Observation) -> None:
+def refuse_misfit(target: Target, seen: Observation[Any]) -> None:
     """Check that an update is what an inverter is made for; what the attacker was not told is taken to be so.
 
     Raises:
@@ -192,18 +195,27 @@ def _said(value: Any) -> str:
 
 
 def save_inverter(folder: Path, inverter: Inverter) -> Path:
-    """Write an inverter into a folder and return it; the manifest comes last, so that a folder with one is whole.
+    """Write an inverter into a folder and return it.
 
     Raises:
         BadInputError: the folder cannot be written.
     """
-    tensors = {n: p.detach().cpu().contiguous() for n, p in inverter.network.named_parameters()}
-    tensors |= {"mean": inverter.scaling.mean.cpu(), "deviation": inverter.scaling.deviation.cpu()}
+    return write_inverter(folder, inverter.manifest, dict(inverter.network.named_parameters()), inverter.scaling)
+
+
+def write_inverter(folder: Path, manifest: Plain, weights: Mapping[str, Tensor], scaling: Scaling) -> Path:
+    """Write a manifest, what was learned and its scaling; the manifest comes last, so that a folder with one is whole.
+
+    Raises:
+        BadInputError: the folder cannot be written.
+    """
+    tensors = {n: p.detach().cpu().contiguous() for n, p in weights.items()}
+    tensors |= {"mean": scaling.mean.cpu(), "deviation": scaling.deviation.cpu()}
     fresh = folder / f"{MANIFEST}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS)
-        fresh.write_text(inverter.manifest.model_dump_json(indent=1), encoding="utf8")
+        fresh.write_text(manifest.model_dump_json(indent=1), encoding="utf8")
         os.replace(fresh, folder / MANIFEST)
     except (OSError, SafetensorError) as error:
         raise BadInputError(
@@ -213,7 +225,16 @@ def save_inverter(folder: Path, inverter: Inverter) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of an inverter of text; see `read_manifest_of`."""
+    return read_manifest_of(folder, Manifest)
+
+
+def read_manifest_of(folder: Path, kind: type[P]) -> P:
     """Return the manifest of an inverter.
+
+    Args:
+        folder: of the inverter.
+        kind: of manifest.
 
     Raises:
         BadInputError: no such folder, or nothing in it that is one.
@@ -224,11 +245,11 @@ def read_manifest(folder: Path) -> Manifest:
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise BadInputError(f"{path} is larger than any manifest; not read")
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise BadInputError(f"{path} is not an inverter's manifest ({where}: {first['msg']})") from None
+        raise BadInputError(f"{path} is not the manifest of such an inverter ({where}: {first['msg']})") from None
 
 
 def load_inverter(folder: Path) -> Inverter:
@@ -238,10 +259,27 @@ def load_inverter(folder: Path) -> Inverter:
         BadInputError: not an inverter, truncated, or tensors that are not those of the manifest.
     """
     manifest = read_manifest(folder)
-    path = folder / WEIGHTS
-    wanted = manifest.network().tensors() | {"mean": (manifest.bins,), "deviation": (manifest.bins,)}
     if manifest.classes != manifest.vocabulary + manifest.ends:
         raise BadInputError(f"{folder / MANIFEST} names {manifest.classes} classes for {manifest.vocabulary} words")
+    tensors, scaling = read_tensors(folder, manifest.network().tensors(), manifest.bins)
+    return Inverter(manifest, with_weights(manifest.network(), tensors), scaling)
+
+
+def read_tensors(
+    folder: Path, network: Mapping[str, tuple[int, ...]], inputs: int
+) -> tuple[dict[str, Tensor], Scaling]:
+    """Return the weights of an inverter's network and the scaling of its inputs.
+
+    Args:
+        folder: of the inverter.
+        network: shapes of its weights, which the file's header must have.
+        inputs: of the network.
+
+    Raises:
+        BadInputError: the file is missing, truncated, or holds something else.
+    """
+    path = folder / WEIGHTS
+    wanted = dict(network) | {"mean": (inputs,), "deviation": (inputs,)}
     try:
         with safe_open(path, "pt") as file:
             names = set(file.keys())
@@ -253,8 +291,7 @@ def load_inverter(folder: Path) -> Inverter:
         raise BadInputError(f"{path} is missing, truncated or not a safetensors file ({error})") from None
     if not all(bool(t.isfinite().all()) for n, t in tensors.items() if n != "deviation"):
         raise BadInputError(f"{path} holds NaN or infinite weights")
-    scaling = Scaling(tensors.pop("mean"), tensors.pop("deviation"))
-    return Inverter(manifest, with_weights(manifest.network(), tensors), scaling)
+    return tensors, Scaling(tensors.pop("mean"), tensors.pop("deviation"))
 
 
 def with_weights(shape: NetworkShape, tensors: Mapping[str, Tensor]) -> Network:

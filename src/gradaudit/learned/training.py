@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradaudit.learned.network import Network, loss_of
 from gradaudit.progress import step as progressed
 
+N = TypeVar("N", bound=nn.Module)
 _SECONDS = 60.0
 """Between two checkpoints."""
 _WARM = 50
@@ -32,7 +33,6 @@ class Recipe:
         steps: of the optimizer.
         learning_rate: Adam's, at its highest.
         decay: fall to zero by a cosine; else constant.
-        squared: squared loss in place of cross-entropy.
         every: steps between two validations.
         patience: validations without a better one after which it stops; 0 never.
     """
@@ -40,7 +40,6 @@ class Recipe:
     steps: int
     learning_rate: float
     decay: bool
-    squared: bool
     every: int
     patience: int
 
@@ -56,35 +55,37 @@ class Trained:
     """What came of a training: the network at its best validation.
 
     Args:
-        accuracy: of the validation, 0 to 100.
+        score: of the validation.
         step: at which it was.
         steps: taken in all.
     """
 
-    accuracy: float
+    score: float
     step: int
     steps: int
 
 
 def train(
-    network: Network,
+    network: N,
     batch: Callable[[int], tuple[Tensor, Tensor]],
-    validate: Callable[[Network], float],
+    validate: Callable[[N], float],
     recipe: Recipe,
     checkpoint: Path | None,
     what: str,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
 ) -> Trained:
     """Train a network in place and leave it at its best validation.
 
     Args:
         network: with its first weights.
-        batch: gives inputs [n, bins] and targets [n, B, T] of a step; the same for the same step, so that a training
+        batch: gives inputs [n, bins] and targets [n, ...] of a step; the same for the same step, so that a training
             that was stopped goes on as it would have.
-        validate: gives the accuracy on held-out public text.
+        validate: gives a score on held-out public data, the higher the better.
         recipe: how to train.
         checkpoint: file that is written about once a minute and read when it is there; None for none. Whoever calls
             removes it.
         what: name for the progress bar.
+        loss_of: gives the loss of outputs and targets.
     """
     parameters = dict(network.named_parameters())
     state = _State(parameters)
@@ -99,7 +100,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(number)
         with torch.enable_grad():
-            loss = loss_of(network(inputs), targets, recipe.squared)
+            loss = loss_of(network(inputs), targets)
             optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
         optimizer.step()
@@ -114,7 +115,7 @@ def train(
         state.write(checkpoint, network)
     if state.best:
         network.load_state_dict(state.best)
-    return Trained(max(state.accuracy, 0.0), state.best_step, state.step)
+    return Trained(state.score, state.best_step, state.step)
 
 
 class _State:
@@ -124,13 +125,13 @@ class _State:
         self.parameters = parameters
         self.optimizer = torch.optim.Adam(parameters.values())
         self.step, self.waited, self.best_step = 0, 0, 0
-        self.accuracy = -1.0
+        self.score = -math.inf
         self.best: dict[str, Tensor] = {}
 
-    def judged(self, accuracy: float, network: Network) -> None:
+    def judged(self, score: float, network: nn.Module) -> None:
         self.waited += 1
-        if accuracy > self.accuracy:
-            self.accuracy, self.best_step, self.waited = accuracy, self.step, 0
+        if score > self.score:
+            self.score, self.best_step, self.waited = score, self.step, 0
             self.best = {n: p.detach().clone() for n, p in network.named_parameters()}
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
@@ -138,15 +139,15 @@ class _State:
             for kind in ("exp_avg", "exp_avg_sq"):
                 yield f"{kind}.{name}", self.optimizer.state[p][kind]
 
-    def write(self, path: Path, network: Network) -> None:
+    def write(self, path: Path, network: nn.Module) -> None:
         held = {f"now.{n}": p.detach() for n, p in network.named_parameters()}
         held |= {f"best.{n}": p for n, p in self.best.items()} | dict(self._moments())
-        numbers = {"step": self.step, "waited": self.waited, "best": self.best_step, "accuracy": self.accuracy}
+        numbers = {"step": self.step, "waited": self.waited, "best": self.best_step, "score": self.score}
         fresh = path.with_suffix(".new")
         save_file({n: t.cpu().contiguous() for n, t in held.items()}, fresh, {"state": json.dumps(numbers)})
         os.replace(fresh, path)
 
-    def read(self, path: Path, network: Network) -> None:
+    def read(self, path: Path, network: nn.Module) -> None:
         """Take up what was written; a file that is not of this training is passed over."""
         try:
             with safe_open(path, "pt") as file:
@@ -166,4 +167,4 @@ class _State:
         device = next(iter(self.parameters.values())).device
         self.best = {n.removeprefix("best."): t.to(device) for n, t in held.items() if n.startswith("best.")}
         self.step, self.waited = int(numbers["step"]), int(numbers["waited"])
-        self.best_step, self.accuracy = int(numbers["best"]), float(numbers["accuracy"])
+        self.best_step, self.score = int(numbers["best"]), float(numbers["score"])

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import bootstrap
 
-from gradaudit.record import SCORES, Interval, Record, Summary
+from gradaudit.record import LOWER_LEAKS, Interval, Record, Summary, score_names
 
 
-def interval(values: Sequence[float | None]) -> Interval:
-    """Return the mean over batches with its 95% percentile bootstrap interval and the highest value.
+def interval(values: Sequence[float | None], low_is_worst: bool = False) -> Interval:
+    """Return the mean over batches with its 95% percentile bootstrap interval and the value of the worst batch.
 
     Args:
         values: one score a batch; None where it is undefined for the batch (left out, and n says how many are in).
+        low_is_worst: the lowest value is the worst for privacy, not the highest.
     """
     known = np.array([v for v in values if v is not None], dtype=float)
     if len(known) == 0:
         return Interval(mean=None, n=0)
-    mean, worst = float(known.mean()), float(known.max())
+    mean, worst = float(known.mean()), float(known.min() if low_is_worst else known.max())
     if len(known) == 1:
         return Interval(mean=mean, worst=worst, n=1)
     if np.ptp(known) == 0:  # the bootstrap of a constant is that constant; scipy warns instead of saying so
@@ -37,6 +38,7 @@ def summarize(records: Sequence[Record]) -> list[Summary]:
         groups.setdefault((record.setting, record.attack), []).append(record)
     out = []
     for (setting, attack), rows in groups.items():
+        names = score_names(rows)
         sensitive = interval([r.sensitive for r in rows])
         flags = {flag for r in rows for flag in r.flags} | ({"few-batches"} if len(rows) < 10 else set())
         out.append(
@@ -46,8 +48,8 @@ def summarize(records: Sequence[Record]) -> list[Summary]:
                 attack=attack,
                 n=len(rows),
                 failed=sum(r.error is not None for r in rows),
-                scores={name: interval([r.scores.get(name) for r in rows]) for name in SCORES},
-                baseline={name: interval([r.baseline.get(name) for r in rows]) for name in SCORES},
+                scores={name: interval([r.scores.get(name) for r in rows], name in LOWER_LEAKS) for name in names},
+                baseline={name: interval([r.baseline.get(name) for r in rows], name in LOWER_LEAKS) for name in names},
                 sensitive=sensitive if sensitive.n else None,
                 seconds=float(np.median([r.seconds for r in rows])),
                 flags=tuple(sorted(flags)),

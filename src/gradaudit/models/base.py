@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from gradaudit.models.taps import Dropout, Traced
@@ -57,6 +59,7 @@ class ModelSpec:
         lora: adapters that are trained in place of the model; None for none.
         loss: what the client minimizes: "cross-entropy", or the "squared" distance of the logits from one-hot labels.
         loaded: read only so many first blocks: what lies behind them cannot be computed. None reads all.
+        image: channels, height and width of the images; None of text.
     """
 
     name: str
@@ -68,6 +71,7 @@ class ModelSpec:
     lora: Lora | None = None
     loss: Loss = "cross-entropy"
     loaded: int | None = None
+    image: tuple[int, int, int] | None = None
 
     @property
     def title(self) -> str:
@@ -115,32 +119,27 @@ class FirstInputs:
     centered: bool
 
 
-class TextModel(ABC):
-    """A text model as pure functions of its parameters; implemented for transformers in `models.transformers`.
-
-    Every function takes `params` by name (the model's own when None), so that attacks and local training never
-    write into the module. Positions count from 0 for every family.
-    """
+class Model(ABC):
+    """What models of text and of images have in common: named parameters, and state that attacks must not change."""
 
     spec: ModelSpec
-    special: SpecialTokens
-    causal: bool
-    """True for decoders: a token sees only those before it."""
-    absolute_positions: bool
-    """True when block 0's input depends on the position (BERT, GPT-2), False for relative ones (RoPE)."""
-    dropout_before_norm: bool
-    """True when dropout acts on the embeddings before block 0's normalization (GPT-2), False after it (BERT)."""
     width: int
-    """d, the width of the residual stream: the most tokens a span can tell apart."""
+    """Text: of the residual stream, the most tokens a span can tell apart. Images: features before the last layer."""
     depth: int
-    vocabulary_size: int
-    max_length: int
-    first_position_row: int
-    """Row of the position table that position 0 uses (RoBERTa and MPNet start at 2)."""
+    """Text: blocks. Images: layers before the last one."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the weights are."""
 
     @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
         """Return every parameter by name (shared, not copied; never write into them)."""
+
+    @abstractmethod
+    def untrained(self) -> tuple[str, ...]:
+        """Return the names of the parameters that no client trains."""
 
     @abstractmethod
     def views(self, layer: int, role: str) -> list[View]:
@@ -149,6 +148,49 @@ class TextModel(ABC):
     @abstractmethod
     def group(self, name: str) -> list[str]:
         """Return the parameter names of a group: "embeddings" (word and position), "word", "position", "head"."""
+
+    @abstractmethod
+    def training_mode(self, rate: float | None = None) -> AbstractContextManager[None]:
+        """Turn dropout on inside the block, at the rates the model is configured with or at one rate everywhere."""
+
+    @abstractmethod
+    def dropout_rate(self) -> float:
+        """Return the largest dropout rate the model is configured with (0.0: training mode changes nothing)."""
+
+    @abstractmethod
+    def weights_changed(self) -> None:
+        """Forget what was computed from the weights."""
+
+    @abstractmethod
+    def remember(self) -> Callable[[], bool]:
+        """Note mode, flags and hooks; the returned function puts them back and says whether any had changed.
+
+        Gradients that were left on the parameters are cleared, which is no change: an attack may use `.backward()`.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return the sha256 of all weights, which names the model a bundle was made with."""
+
+
+class TextModel(Model):
+    """A text model as pure functions of its parameters; implemented for transformers in `models.transformers`.
+
+    Every function takes `params` by name (the model's own when None), so that attacks and local training never
+    write into the module. Positions count from 0 for every family.
+    """
+
+    special: SpecialTokens
+    causal: bool
+    """True for decoders: a token sees only those before it."""
+    absolute_positions: bool
+    """True when block 0's input depends on the position (BERT, GPT-2), False for relative ones (RoPE)."""
+    dropout_before_norm: bool
+    """True when dropout acts on the embeddings before block 0's normalization (GPT-2), False after it (BERT)."""
+    vocabulary_size: int
+    max_length: int
+    first_position_row: int
+    """Row of the position table that position 0 uses (RoBERTa and MPNet start at 2)."""
 
     @abstractmethod
     def logits(
@@ -315,14 +357,3 @@ class TextModel(ABC):
     @abstractmethod
     def pieces(self, ids: list[int] | tuple[int, ...]) -> list[str]:
         """Return one readable string a token, for the report's word marks."""
-
-    @abstractmethod
-    def remember(self) -> Callable[[], bool]:
-        """Note mode, flags and hooks; the returned function puts them back and says whether any had changed.
-
-        Gradients that were left on the parameters are cleared, which is no change: an attack may use `.backward()`.
-        """
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Return the sha256 of all weights, which names the model a bundle was made with."""

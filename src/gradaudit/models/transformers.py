@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,10 +15,8 @@ from transformers.cache_utils import DynamicCache
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models.base import ROLES, FirstInputs, ModelSpec, Past, SpecialTokens, TextModel, View
 from gradaudit.models.families import FAMILIES, Family
+from gradaudit.models.state import fingerprint_of, remember
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 _ADAPTER = "lora_A.default.weight"
 
@@ -391,42 +388,12 @@ class TransformersModel(TextModel):
         return next(self.module.parameters()).device  # type: ignore[no-any-return]
 
     def remember(self) -> Callable[[], bool]:
-        modules = list(self.module.modules())
-        mode = [m.training for m in modules]
-        flags = {name: p.requires_grad for name, p in self._parameters.items()}
-        hooks = [{kind: dict(getattr(m, kind)) for kind in _HOOKS} for m in modules]
-
-        def restore() -> bool:
-            changed = False
-            for name, p in self._parameters.items():
-                p.grad = None
-                changed |= p.requires_grad != flags[name]
-                p.requires_grad_(flags[name])
-            for m, was, kinds in zip(modules, mode, hooks, strict=True):
-                changed |= m.training != was
-                m.training = was
-                for kind, known in kinds.items():
-                    now = getattr(m, kind)
-                    changed |= list(now) != list(known)
-                    now.clear()
-                    now.update(known)
-            return changed
-
-        return restore
+        return remember(self.module)
 
     def fingerprint(self) -> str:
         if self._fingerprint is None:
-            self._fingerprint = self.fingerprint_of(self._parameters)
+            self._fingerprint = fingerprint_of(self._parameters)
         return self._fingerprint
-
-    @staticmethod
-    def fingerprint_of(weights: Mapping[str, Tensor]) -> str:
-        """Return the sha256 of weights by parameter name."""
-        digest = hashlib.sha256()
-        for name, value in sorted(weights.items()):
-            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
 
     @contextmanager
     def training_mode(self, rate: float | None = None) -> Iterator[None]:

@@ -15,6 +15,7 @@ from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models import packages
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.families import FAMILIES
+from gradaudit.models.images import IMAGE_MODELS
 from gradaudit.models.lora import add_adapters
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import global_stream, stream
@@ -142,6 +143,8 @@ def _load(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
         if Path(name).exists() or name.startswith((".", "/", "~")):
             raise BadInputError(f"model '{name}' is not a folder with a transformers model in it")
         module, tokenizer, depth = _pretrained(spec, name)
+    elif name.partition(":")[0] in IMAGE_MODELS:
+        raise BadInputError(f"model '{name}' reads images: set task = \"image-classification\"")
     else:
         raise unknown_name("model", name, [*EMBEDDED, *(RANDOM + shape for shape in SHAPES)])
     if spec.lora is not None:

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from gradaudit.errors import BadInputError
 from gradaudit.flags import FLAGS
-from gradaudit.record import SCORES, Interval, Record, RunInfo, Spectrum, Summary, Texts, read_lines
+from gradaudit.record import Interval, Pictures, Record, RunInfo, Spectrum, Summary, Texts, read_lines, score_names
 from gradaudit.report import sections
+from gradaudit.report.pictures import Grid, picture_grids
 from gradaudit.report.sentences import Pair, sentence_pairs
 from gradaudit.report.spectrum import spectrum_svg
 from gradaudit.report.verdict import BLIND, WORST_FIRST, Verdicts, sentence_count, verdicts
@@ -42,13 +43,14 @@ class _Limits:
     spectra: int = 8
     letters: int = 400
     case: int = 60_000
+    pictures: int = 24
 
 
 _LIMITS = (
     _Limits(),
-    _Limits(sentences=4, words=1500, rows=60, remarks=20, spectra=4, case=20_000),
-    _Limits(sentences=1, words=200, rows=30, remarks=10, spectra=2, letters=160, case=4_000),
-    _Limits(sentences=0, words=0, rows=15, remarks=5, spectra=1, letters=80, case=500),
+    _Limits(sentences=4, words=1500, rows=60, remarks=20, spectra=4, case=20_000, pictures=8),
+    _Limits(sentences=1, words=200, rows=30, remarks=10, spectra=2, letters=160, case=4_000, pictures=2),
+    _Limits(sentences=0, words=0, rows=15, remarks=5, spectra=1, letters=80, case=500, pictures=0),
 )
 
 
@@ -56,8 +58,8 @@ def render(folder: Path, show_text: bool = False) -> Path:
     """Write `report.html` into a run's folder, whole or not at all, and return its path.
 
     Args:
-        folder: holds `run.json` and `records.jsonl`, and `texts.jsonl` unless it was deleted.
-        show_text: print the private texts; the file is then readable by its owner alone.
+        folder: holds `run.json` and `records.jsonl`, and `texts.jsonl` or `images.jsonl` unless it was deleted.
+        show_text: print the private texts or images; the file is then readable by its owner alone.
 
     Raises:
         BadInputError: the folder is not that of a run, a file is damaged, or the disk refuses.
@@ -68,11 +70,12 @@ def render(folder: Path, show_text: bool = False) -> Path:
     try:
         records = list(read_lines(folder / "records.jsonl", Record))
         texts = list(read_lines(folder / "texts.jsonl", Texts))
+        pictures = list(read_lines(folder / "images.jsonl", Pictures))
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"cannot read the records in {folder} ({error}); run the audit again") from None
     if not records:
         raise BadInputError(f"{folder} has no records yet; run 'gradaudit run ... --out {folder}' first")
-    html = render_html(info, records, texts, summarize(records), show_text)
+    html = render_html(info, records, texts, summarize(records), show_text, pictures)
     return write_page(folder / "report.html", html, private=show_text)
 
 
@@ -82,6 +85,7 @@ def render_html(
     texts: Sequence[Texts],
     summaries: Sequence[Summary],
     show_text: bool,
+    pictures: Sequence[Pictures] = (),
 ) -> str:
     """Return the report as HTML.
 
@@ -90,10 +94,11 @@ def render_html(
         records: one a batch and attack.
         texts: the private texts; may be empty.
         summaries: one a (setting, attack).
-        show_text: print words; otherwise no word of the texts is on the page.
+        show_text: print words and images; otherwise no word of the texts and no pixel is on the page.
+        pictures: the private images; may be empty.
     """
     for limits in _LIMITS:
-        html = _page(info, records, texts, summaries, show_text, limits)
+        html = _page(info, records, texts, summaries, show_text, limits, pictures)
         if len(html.encode()) < MOST_BYTES:
             break
     return html
@@ -106,6 +111,7 @@ def _page(
     summaries: Sequence[Summary],
     show_text: bool,
     limits: _Limits,
+    pictures: Sequence[Pictures],
 ) -> str:
     veil = Veil(() if show_text else texts)
     order = sections.pair_order(info, summaries, records)
@@ -118,7 +124,9 @@ def _page(
     errors = sections.counted(records, lambda r: [veil(r.error)] if r.error is not None else [])
     notes = sections.counted(records, lambda r: [veil(note) for note in dict.fromkeys(r.notes)])
     spectra = _spectra(records, settings)
-    score_names = [SCORE_NAMES[name] for name in SCORES]
+    images = any(r.images for r in records)
+    grids = picture_grids(records, pictures, show_text, order, limits.pictures) if images else []
+    names = [SCORE_NAMES[name] for name in score_names(records)]
     spans = any(row.names_and_numbers.interval for found in rows.values() for row in found)
     return (
         _environment()
@@ -128,12 +136,15 @@ def _page(
             info=info,
             limits=limits,
             verdicts=judged,
-            facts=_facts(every_row, records),
+            facts=_image_facts(every_row, grids) if images else _facts(every_row, records),
+            images=images,
+            grids=grids,
+            has_pictures=bool(pictures),
             cautions=_cautions(info, records, flags),
             headlines=HEADLINES,
             made=_date(info.made),
-            score_names=score_names,
-            columns=[*score_names, *(["Names, numbers"] if spans else []), *_COUNTS],
+            score_names=names,
+            columns=[*names, *(["Names, numbers"] if spans else []), *_COUNTS],
             rows=rows,
             rows_left_out=rows_left_out,
             spans=spans,
@@ -232,13 +243,13 @@ def _facts(rows: dict[str, list[sections.Row]], records: Sequence[Record]) -> li
         (where, attack), (found, total) = max(exact.items(), key=lambda item: item[1][0] / max(1, item[1][1]))
         by = f"{attack}, {where}" if found else "by any one attack"
         facts.append(("Sentences read back exactly", f"{found} of {total}", by))
-    scored = [(setting, row) for setting, row in attacks if row.rouge.interval and row.rouge.interval.mean is not None]
+    scored = [(setting, row) for setting, row in attacks if row.main.interval and row.main.interval.mean is not None]
     if scored:
-        setting, row = max(scored, key=lambda item: (item[1].rouge.interval or _NONE).mean or 0.0)
-        best = row.rouge.interval or _NONE
-        against = f"{row.attack}, {setting}; blind guessing {_number(row.rouge.blind)}"
+        setting, row = max(scored, key=lambda item: (item[1].main.interval or _NONE).mean or 0.0)
+        best = row.main.interval or _NONE
+        against = f"{row.attack}, {setting}; blind guessing {_number(row.main.blind)}"
         facts.append(("Highest mean ROUGE-L", _number(best.mean), against))
-        worst = max((row.rouge.interval or _NONE).worst or 0.0 for _, row in scored)
+        worst = max((row.main.interval or _NONE).worst or 0.0 for _, row in scored)
         facts.append(("Worst batch, ROUGE-L", _number(worst), "of 100, by any attack"))
     if attacks:
         batches, failed = sum(row.n for _, row in attacks), sum(row.failed for _, row in attacks)
@@ -252,6 +263,28 @@ def _facts(rows: dict[str, list[sections.Row]], records: Sequence[Record]) -> li
     return facts
 
 
+def _image_facts(rows: dict[str, list[sections.Row]], grids: Sequence[Grid]) -> list[tuple[str, str, str]]:
+    """Return the few numbers a reader of an audit of images should see first; see `_facts`."""
+    attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
+    facts: list[tuple[str, str, str]] = []
+    tried = [grid for grid in grids if grid.attack != BLIND]
+    if tried:
+        best = max(tried, key=lambda grid: grid.recognized / max(1, grid.total))
+        by = f"{best.attack}, {best.setting}" if best.recognized else "by any one attack"
+        facts.append(("Images read back recognizably", f"{best.recognized} of {best.total}", by))
+    scored = [(setting, row, i) for setting, row in attacks if (i := row.main.interval) and i.mean is not None]
+    if scored:
+        setting, row, least = min(scored, key=lambda item: item[2].mean or 0.0)
+        against = f"{row.attack}, {setting}; blind guessing {_number(row.main.blind, 4)}"
+        facts.append(("Lowest mean squared error", _number(least.mean, 4), against))
+        worst = min(i.worst if i.worst is not None else 1.0 for _, _, i in scored)
+        facts.append(("Worst batch, squared error", _number(worst, 4), "the lowest of any attack"))
+        failed = sum(row.failed for _, row in attacks)
+        note = f"{failed} failed, given the worst scores there are" if failed else "none failed"
+        facts.append(("Batches judged", f"{sum(row.n for _, row in attacks)}", note))
+    return facts
+
+
 def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections.Counted]) -> list[str]:
     """Return what a reader must know before believing the verdict, one sentence each."""
     found = []
@@ -261,7 +294,7 @@ def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections
     missed = sum(r.diagnosis is not None and r.diagnosis.verdict == "optimizer failed" for r in attacked)
     if missed:
         found.append(
-            f"In {missed} of {len(attacked)} attacked batches the true text fits the update better than the "
+            f"In {missed} of {len(attacked)} attacked batches the truth fits the update better than the "
             "guess: a better search would have read more."
         )
     if {"dropout-not-modeled", "defense-not-modeled"} & {flag.text for flag in flags}:

@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradaudit.record import SCORES, Interval, Record, RunInfo, Summary
+from gradaudit.record import SCORES, Interval, Record, RunInfo, Summary, score_names
 from gradaudit.report.verdict import BLIND
-from gradaudit.report.wording import ALWAYS_GIVEN, DIAGNOSES, KNOWLEDGE
+from gradaudit.report.wording import ALWAYS_GIVEN, DIAGNOSES, KNOWLEDGE, SCORE_DIGITS
 
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One score: its interval over batches and the blind baseline's mean beside it."""
+    """One score: its interval over batches, the blind baseline's mean beside it, and how many digits are shown."""
 
     interval: Interval | None
     blind: float | None
+    digits: int = 1
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,15 @@ class Row:
     attack: str
     is_blind: bool
     cells: tuple[Cell, ...]
+    main: Cell
+    """The score that the worst batch is told by: ROUGE-L, or MSE of images."""
+    drawn: Cell
+    """What is drawn, 0 to 100: ROUGE-L, or SSIM of images in hundredths."""
     names_and_numbers: Cell
     n: int
     failed: int
     seconds: float | None
     load: tuple[float, float] | None
-
-    @property
-    def rouge(self) -> Cell:
-        """Return the cell of ROUGE-L, which is drawn."""
-        return self.cells[SCORES.index("rougeL")]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def pair_order(info: RunInfo, summaries: Sequence[Summary], records: Sequence[Re
     pairs = dict.fromkeys([(s.setting, s.attack) for s in summaries] + [(r.setting, r.attack) for r in records])
     settings = list(dict.fromkeys([*info.settings, *(setting for setting, _ in pairs)]))
     score = {(s.setting, s.attack): s.scores["rougeL"].mean or 0.0 for s in summaries if "rougeL" in s.scores}
+    score |= {(s.setting, s.attack): -(s.scores["mse"].mean or 0.0) for s in summaries if "mse" in s.scores}
     return sorted(pairs, key=lambda p: (settings.index(p[0]), p[1] == BLIND, -score.get(p, 0.0), p[1]))
 
 
@@ -91,22 +92,35 @@ def result_rows(summaries: Sequence[Summary], records: Sequence[Record], order: 
 
 def _row(summary: Summary, own: Sequence[Record]) -> Row:
     is_blind = summary.attack == BLIND
-    cells = []
-    for name in SCORES:
+    cells: dict[str, Cell] = {}
+    for name in score_names(own) if own else SCORES:
         blind = summary.baseline.get(name)
-        cells.append(Cell(summary.scores.get(name), blind.mean if blind and not is_blind else None))
+        mean = blind.mean if blind and not is_blind else None
+        cells[name] = Cell(summary.scores.get(name), mean, SCORE_DIGITS.get(name, 1))
+    images = "mse" in cells
     spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
-    loads = [r.load for r in own]
+    loads = [r.load for r in own if r.load is not None]
     return Row(
         attack=summary.attack,
         is_blind=is_blind,
-        cells=tuple(cells),
+        cells=tuple(cells.values()),
+        main=cells["mse" if images else "rougeL"],
+        drawn=_percent_of(cells["ssim"]) if images else cells["rougeL"],
         names_and_numbers=Cell(summary.sensitive, sum(spans) / len(spans) if spans and not is_blind else None),
         n=summary.n,
         failed=summary.failed,
         seconds=sum(r.seconds for r in own) / len(own) if own else None,
         load=(min(loads), max(loads)) if loads else None,
     )
+
+
+def _percent_of(cell: Cell) -> Cell:
+    """Return a score of 0 to 1 as one of 0 to 100."""
+    own = cell.interval
+    if own is None or own.mean is None:
+        return cell
+    scaled = {key: None if (v := getattr(own, key)) is None else 100 * v for key in ("mean", "low", "high", "worst")}
+    return Cell(own.model_copy(update=scaled), None if cell.blind is None else 100 * cell.blind)
 
 
 def threats(records: Sequence[Record], order: Sequence[Pair]) -> list[Threat]:
@@ -117,14 +131,25 @@ def threats(records: Sequence[Record], order: Sequence[Pair]) -> list[Threat]:
     for pair in attacks:
         own = [r for r in records if (r.setting, r.attack) == pair]
         names = list(dict.fromkeys(name for record in own for name in record.knowledge))
+        images = any(r.images for r in own)
         given = tuple(
-            (name.replace("_", " "), meanings.get(name, ""), _value([r.knowledge.get(name) for r in own]))
+            (
+                name.replace("_", " "),
+                _said(meanings.get(name, ""), images),
+                _value([r.knowledge.get(name) for r in own]),
+            )
             for name in sorted(names, key=lambda n: [*meanings, n].index(n))
         )
-        withheld = tuple((n.replace("_", " "), what) for n, what in KNOWLEDGE.items() if n not in names)
+        unfit = {"lengths", "longest"} if images else set()  # of sentences
+        left = [n for n in KNOWLEDGE if n not in unfit and n not in names]
+        withheld = tuple((n.replace("_", " "), _said(KNOWLEDGE[n], images)) for n in left)
         seen = groups.setdefault(repr((given, withheld)), ([], Threat("", given, withheld)))
         seen[0].append(pair)
     return [Threat(_who(pairs, attacks), t.given, t.withheld) for pairs, t in groups.values()]
+
+
+def _said(what: str, images: bool) -> str:
+    return what.replace("sentence", "image") if images else what
 
 
 def _who(pairs: Sequence[Pair], every: Sequence[Pair]) -> str:

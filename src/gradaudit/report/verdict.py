@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradaudit.record import Interval, Record, SentenceMarks, Summary
+from gradaudit.report.verdict_images import IMAGE_RULES, image_verdict
 
 Level = Literal["leaks", "partly", "not shown", "inconclusive"]
 
@@ -119,6 +120,9 @@ def _whole_run(worst: Verdict, by_setting: Mapping[str, Verdict]) -> Verdict:
 
 def _of_setting(name: str, summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict:
     attacks = [r for r in records if r.attack != BLIND]
+    if any(r.images for r in records):
+        level, text = image_verdict(name, [s for s in summaries if s.attack != BLIND], attacks)
+        return Verdict(level, text, IMAGE_RULES[level])
     sentence = (
         _leaks(name, attacks, records)
         or _partly(name, [s for s in summaries if s.attack != BLIND], attacks)

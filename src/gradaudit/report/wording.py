@@ -17,7 +17,14 @@ SCORE_NAMES: Mapping[str, str] = {
     "rougeL": "ROUGE-L",
     "token_accuracy": "Token accuracy",
     "exact": "Exact",
+    "mse": "MSE",
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM",
+    "lpips": "LPIPS",
 }
+
+SCORE_DIGITS: Mapping[str, int] = {"mse": 4, "psnr": 1, "ssim": 3, "lpips": 3}
+"""Digits behind the point; 1 where nothing is said."""
 
 KNOWLEDGE: Mapping[str, str] = {
     "batch_size": "how many sentences the client trained on",
@@ -27,6 +34,7 @@ KNOWLEDGE: Mapping[str, str] = {
     "training": "the client’s optimizer, learning rate and steps",
     "dropout": "the dropout rate in force",
     "defenses": "which defenses the client used, with their settings",
+    "public": "data from elsewhere, of which nothing is in the audited batches",
 }
 
 ALWAYS_GIVEN: Mapping[str, str] = {

@@ -1,0 +1,69 @@
+"""One attack on one observation, timed, its failure kept as a sentence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from gradaudit.attacks.base import Attack, ModelChangedError
+from gradaudit.errors import AuditError, NotSupportedError
+from gradaudit.models.base import Model
+from gradaudit.types import Observation, Reconstruction
+
+M = TypeVar("M", bound=Model)
+J = TypeVar("J")
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[J]):
+    """What came of an attack.
+
+    Args:
+        found: what it returned; None where it failed.
+        verdict: what the judge says; None where attack or judge failed.
+        error: why.
+        unsupported: the attack does not support what was to be attacked, and said so.
+        seconds: the attack's wall time.
+    """
+
+    found: Reconstruction | None
+    verdict: J | None
+    error: str | None
+    unsupported: bool
+    seconds: float
+
+
+def attempt(
+    attack: Attack[M], seen: Observation[M], rng: torch.Generator, judged: Callable[[Reconstruction], J]
+) -> Attempt[J]:
+    """Run an attack and have its answer judged; only an attack that changed the model stops the audit.
+
+    Args:
+        attack: the attack.
+        seen: what it may see.
+        rng: its random stream.
+        judged: compares with the truth.
+
+    Raises:
+        ModelChangedError: every later batch would be attacked on another model.
+    """
+    found, verdict, error, unsupported = None, None, None, False
+    began = time.perf_counter()
+    try:
+        found = attack(seen, rng)
+        seconds = time.perf_counter() - began
+        verdict = judged(found)
+    except AuditError as problem:
+        error = str(problem)
+        unsupported = isinstance(problem, NotSupportedError)
+        seconds = time.perf_counter() - began
+    except ModelChangedError:
+        raise
+    except Exception as problem:  # a failing batch is a record; the others go on
+        error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        seconds = time.perf_counter() - began
+    return Attempt(found, verdict, error, unsupported, seconds)

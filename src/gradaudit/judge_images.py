@@ -1,0 +1,129 @@
+"""The judge of images: sees the private batch and the reconstruction together, as `judge` does for text."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gradaudit.client import Client
+from gradaudit.errors import BadInputError
+from gradaudit.judge import update_distance
+from gradaudit.metrics.images import ALIKE_DB, Scores, align_images, mean_scores
+from gradaudit.models.images import ImageModel
+from gradaudit.record import Diagnosis, ImageMarks
+from gradaudit.types import ImageBatch, Observation, Reconstruction
+
+
+@dataclass(frozen=True)
+class ImageJudgment:
+    """Recovered images against the truth.
+
+    Args:
+        scores: means over the batch.
+        images: scores of each original, in the batch's order.
+        originals, recovered: base64 PNG of each; None where nothing was recovered.
+        alike: every image was recovered so well that it hardly differs (PSNR).
+    """
+
+    scores: Scores
+    images: tuple[ImageMarks, ...]
+    originals: tuple[str, ...]
+    recovered: tuple[str | None, ...]
+    alike: bool
+
+
+def judge_images(batch: ImageBatch, found: Reconstruction) -> ImageJudgment:
+    """Compare a reconstruction with the batch: aligned once, one to one; see `align_images` for what is missing.
+
+    Args:
+        batch: the truth.
+        found: what the attack returned; an empty one scores as a failure.
+    """
+    originals = batch.images.cpu()
+    pairs = align_images(originals, None if found.images is None else found.images.cpu())
+    marks = tuple(ImageMarks.model_validate({"found": p.guess is not None} | p.scores) for p in pairs)
+    return ImageJudgment(
+        scores=mean_scores(pairs),
+        images=marks,
+        originals=tuple(png(p.original) for p in pairs),
+        recovered=tuple(None if p.guess is None else png(p.guess) for p in pairs),
+        alike=all(m.found and (m.psnr or 0.0) >= ALIKE_DB for m in marks),
+    )
+
+
+def png(image: Tensor) -> str:
+    """Return an image [C, H, W] in 0 to 1 as base64 PNG.
+
+    Raises:
+        BadInputError: the extra `vision` is missing.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise BadInputError("keeping images needs Pillow: pip install 'gradaudit[vision]'") from None
+    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+    array = pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).contiguous().numpy()
+    out = io.BytesIO()
+    Image.fromarray(array).save(out, format="PNG")
+    return base64.b64encode(out.getvalue()).decode("ascii")
+
+
+def diagnose_images(
+    model: ImageModel, batch: ImageBatch, seen: Observation[ImageModel], found: Reconstruction, alike: bool
+) -> Diagnosis:
+    """Compare the update of the truth and of the guess with the observed one; see `judge.diagnose`.
+
+    Args:
+        model: the model.
+        batch: the truth.
+        seen: what the attack saw.
+        found: what it returned.
+        alike: every image was recovered.
+    """
+    client = Client(model)
+    truth = update_distance(client, batch, seen)
+    if found.images is None or len(found.images) == 0:
+        return Diagnosis(truth=truth, guess=None, verdict="no guess")
+    known = found.labels if found.labels is not None else tuple(batch.labels.tolist())
+    labels = torch.tensor([known[i % len(known)] for i in range(len(found.images))])
+    guess = update_distance(client, ImageBatch(found.images.cpu(), labels), seen)
+    verdict: Literal["solved", "optimizer failed", "objective failed"]
+    verdict = "solved" if alike else "optimizer failed" if truth < guess else "objective failed"
+    return Diagnosis(truth=truth, guess=guess, verdict=verdict)
+
+
+def image_flags(
+    *,
+    model: ImageModel,
+    seen: Observation[ImageModel],
+    made: Mapping[str, Any],
+    attack: Any,
+    scores: Scores,
+    baseline: Scores,
+    diagnosis: Diagnosis | None,
+) -> tuple[str, ...]:
+    """Return the names of all flags that hold for one batch of images (see `gradaudit.flags`).
+
+    Args:
+        made: how the update was made ("defenses", local "steps"), and whether the attack "replayed" it.
+        attack: the attack that was run.
+    """
+    told = seen.knowledge.defenses is not None
+    read_whole = attack.exact_on_deltas or made["replayed"]
+    raised = {
+        "random-weights": model.spec.random_weights,
+        "defense-not-modeled": not all(
+            attack.reckons_with(d["name"]) and (told or attack.reckons_with("any")) for d in made["defenses"]
+        ),
+        "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not read_whole,
+        "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
+        "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",
+        "blind-not-beaten": attack.name != "blind" and (scores["mse"] or 0.0) >= (baseline["mse"] or 0.0),
+    }
+    return tuple(sorted(name for name, holds in raised.items() if holds))

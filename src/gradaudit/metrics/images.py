@@ -1,0 +1,107 @@
+"""Scores of recovered images against the originals, matched one to one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.errors import BadInputError
+from gradaudit.metrics.align import assign
+
+Scores = dict[str, float | None]
+
+MOST_DB = 100.0
+"""PSNR of an image without any error, in place of infinity, which JSON does not have."""
+ALIKE_DB = 30.0
+"""PSNR from which a guess counts as the original itself: an error of 8 gray levels of 256, hardly seen."""
+SMALLEST = 6
+"""Side from which images have an SSIM: its window of 11 pixels (Wang et al., 2004) sees their edges mirrored."""
+
+IMAGE_METRICS: dict[str, str] = {
+    "mse": "images: mean squared error of pixels in 0 to 1; lower means that more leaked",
+    "psnr": "images: peak signal-to-noise ratio in dB, at most 100, mean over images",
+    "ssim": "images: structural similarity, 1 for equal images, Gaussian window of 11 pixels, edges mirrored",
+    "lpips": "images: perceptual distance; not measured yet, its weights come with no package (recorded as null)",
+}
+
+
+@dataclass(frozen=True)
+class ImagePair:
+    """An original with its guess (None: nothing was recovered for it), and their scores."""
+
+    original: Tensor
+    guess: Tensor | None
+    scores: Scores
+
+
+def align_images(originals: Tensor, guesses: Tensor | None) -> list[ImagePair]:
+    """Return one pair an original: one to one, Hungarian on MSE.
+
+    Where nothing was recovered, scores are those of the picture farthest from the original, each pixel black or white:
+    no answer scores worse, so that leaving images out never pays.
+
+    Args:
+        originals: [B, C, H, W] in 0 to 1.
+        guesses: [n, C, H, W]; cut to 0 to 1; those with NaN are left out. None for nothing.
+
+    Raises:
+        BadInputError: guesses of another shape, or the extra `vision` is missing.
+    """
+    if guesses is not None and guesses.shape[1:] != originals.shape[1:]:
+        raise BadInputError(
+            f"recovered images have the shape {tuple(guesses.shape[1:])}, the originals {tuple(originals.shape[1:])}"
+        )
+    found = originals[:0] if guesses is None else guesses.detach().to(originals).clamp(0, 1)
+    found = found[found.flatten(1).isfinite().all(1)] if len(found) else found
+    errors = (originals[:, None] - found[None]).square().flatten(2).mean(2)
+    pairing = assign([[-float(e) for e in row] for row in errors]) if len(found) else [None] * len(originals)
+    given = [None if at is None else found[at] for at in pairing]
+    shown = torch.stack([farthest(o) if g is None else g for o, g in zip(originals, given, strict=True)])
+    table = image_scores(originals, shown)
+    return [ImagePair(o, g, s) for o, g, s in zip(originals, given, table, strict=True)]
+
+
+def farthest(original: Tensor) -> Tensor:
+    """Return the picture of the largest MSE to an original: black where it is light, white where it is dark."""
+    return (original < 0.5).to(original)
+
+
+def image_scores(originals: Tensor, guesses: Tensor) -> list[Scores]:
+    """Return the scores of each guess beside its original, [B, C, H, W] both.
+
+    SSIM is None where the images are too small for it.
+
+    Raises:
+        BadInputError: the extra `vision` is missing.
+    """
+    errors = (originals - guesses).square().flatten(1).mean(1).tolist()
+    similar = _ssim(originals, guesses)
+    return [
+        {"mse": mse, "psnr": min(MOST_DB, -10 * math.log10(max(mse, 1e-30))), "ssim": ssim, "lpips": None}
+        for mse, ssim in zip(errors, similar, strict=True)
+    ]
+
+
+def _ssim(originals: Tensor, guesses: Tensor) -> list[float | None]:
+    if min(originals.shape[2:]) < SMALLEST:
+        return [None] * len(originals)
+    try:
+        from torchmetrics.functional.image import structural_similarity_index_measure
+    except ImportError:
+        raise BadInputError("scores of images need torchmetrics: pip install 'gradaudit[vision]'") from None
+    found = structural_similarity_index_measure(guesses, originals, reduction="none", data_range=1.0)
+    return [float(v) for v in found.reshape(-1)]  # type: ignore[union-attr]
+
+
+def mean_scores(pairs: Sequence[ImagePair]) -> Scores:
+    """Return a batch's scores, each the mean over its originals; None where one is undefined."""
+    out: Scores = {}
+    for name in pairs[0].scores:
+        values = [p.scores[name] for p in pairs]
+        known = [v for v in values if v is not None]
+        out[name] = sum(known) / len(known) if len(known) == len(values) else None
+    return out

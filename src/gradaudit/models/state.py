@@ -1,0 +1,50 @@
+"""What an attack must leave as it was: a module's mode, flags and hooks, and its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def remember(module: nn.Module) -> Callable[[], bool]:
+    """Note a module's mode, flags and hooks; the returned function puts them back and says whether any had changed.
+
+    Gradients that were left on the parameters are cleared, which is no change.
+    """
+    modules = list(module.modules())
+    parameters = dict(module.named_parameters())
+    mode = [m.training for m in modules]
+    flags = {name: p.requires_grad for name, p in parameters.items()}
+    hooks = [{kind: dict(getattr(m, kind)) for kind in _HOOKS} for m in modules]
+
+    def restore() -> bool:
+        changed = False
+        for name, p in parameters.items():
+            p.grad = None
+            changed |= p.requires_grad != flags[name]
+            p.requires_grad_(flags[name])
+        for m, was, kinds in zip(modules, mode, hooks, strict=True):
+            changed |= m.training != was
+            m.training = was
+            for kind, known in kinds.items():
+                now = getattr(m, kind)
+                changed |= list(now) != list(known)
+                now.clear()
+                now.update(known)
+        return changed
+
+    return restore
+
+
+def fingerprint_of(weights: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of weights by parameter name."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""Recovered images beside the originals: blanked by default, and within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from gradaudit.record import ImageMarks, Pictures, Record
+from gradaudit.report.verdict_images import recovered
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One original and what was recovered of it; the pictures are data URIs, None where they are hidden or absent."""
+
+    batch: int
+    number: int
+    original: Markup | None
+    recovered: Markup | None
+    marks: ImageMarks
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The images of one attack in one setting: those shown, how many there are, and how many can be recognized."""
+
+    setting: str
+    attack: str
+    shown: tuple[Shown, ...]
+    total: int
+    recognized: int
+
+    @property
+    def left_out(self) -> int:
+        """Return how many images the report does not show."""
+        return self.total - len(self.shown)
+
+
+def picture_grids(
+    records: Sequence[Record],
+    pictures: Iterable[Pictures],
+    show: bool,
+    order: Sequence[tuple[str, str]],
+    most: int,
+) -> list[Grid]:
+    """Return the images to show for each (setting, attack), the first of each.
+
+    Args:
+        records: whose scores are shown.
+        pictures: the private images; none of their pixels is on the page unless `show`.
+        show: show them.
+        order: of the (setting, attack) pairs.
+        most: images a pair at most.
+    """
+    private = {(p.case, p.setting, p.batch, p.attack): p for p in pictures} if show else {}
+    grids = []
+    for setting, attack in order:
+        own = sorted((r for r in records if (r.setting, r.attack) == (setting, attack)), key=lambda r: r.batch)
+        shown = []
+        for record in own:
+            found = private.get((record.case, setting, record.batch, attack))
+            for n, marks in enumerate(record.images):
+                ours = _uri(found.originals[n]) if found and n < len(found.originals) else None
+                theirs = _uri(found.recovered[n]) if found and n < len(found.recovered) else None
+                shown.append(Shown(record.batch, n + 1, ours, theirs, marks))
+        if shown:
+            grids.append(Grid(setting, attack, tuple(shown[:most]), len(shown), sum(map(recovered, own))))
+    return grids
+
+
+def _uri(png: str | None) -> Markup | None:
+    # checked to be base64 of a PNG where it was read: no character of it can end an attribute
+    return None if png is None else Markup("data:image/png;base64," + png)
