@@ -294,7 +294,7 @@ def run(
         done = open_folder(ready, out)
         if ready.attack.unfitted and len(done) < len(ready.batches):
             place = inverters or out / INVERTERS
-            ready = _fitted(ready, place)
+            ready = fitted_case(ready, place)
         for index in range(len(ready.batches)):
             if index in done:
                 yield done[index]
@@ -318,7 +318,8 @@ def audited(ready: Prepared | PreparedImages, index: int, out: Path) -> Record:
     return record
 
 
-def _fitted(ready: Prepared | PreparedImages, folder: Path) -> Prepared | PreparedImages:
+def fitted_case(ready: Prepared | PreparedImages, folder: Path) -> Prepared | PreparedImages:
+    """Return a case whose attack has learned what it needs, into a folder or from what an earlier run left there."""
     case, client, selection = ready.case, ready.client, ready.selection
     attack = fitted(ready.attack, client, selection, ready.public, case.data.batch_size, case.seed, folder)
     return replace(ready, attack=attack) if isinstance(ready, Prepared) else replace(ready, attack=attack)  # noqa: RUF034

@@ -159,9 +159,9 @@ class Case(_Table):
         self.build_defenses()
         if self.data.window is not None and self.task != "causal-lm":
             raise BadInputError('[data] window cuts through rows and their labels: it needs task = "causal-lm"')
-        if attack.unfitted and self.public is None:
+        if attack.unfitted and self.public is None and self.data.source != "digits":
             raise BadInputError(
-                f"attack '{attack.name}' learns from public text: add a [public] table with the text that the attacker "
+                f"attack '{attack.name}' learns from public data: add a [public] table with the data that the attacker "
                 "has, or name what 'gradaudit fit' made"
             )
         return self

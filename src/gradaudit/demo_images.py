@@ -7,8 +7,18 @@ from typing import Any
 
 import torch
 
-from gradaudit.audit import LEARNED, audited, describe_client, open_folder, prepare, run_info, write_info
+from gradaudit.audit import (
+    LEARNED,
+    audited,
+    describe_client,
+    fitted_case,
+    open_folder,
+    prepare,
+    run_info,
+    write_info,
+)
 from gradaudit.case import Case, parse_case
+from gradaudit.fitting import INVERTERS
 from gradaudit.learned.kept import learned_in
 from gradaudit.one_writer import only_writer
 from gradaudit.progress import step
@@ -17,10 +27,11 @@ from gradaudit.record import Record
 SIGN: dict[str, Any] = {"name": "sign"}
 # smaller budgets than the defaults, so that the demo ends in a minute
 IG = {"name": "ig", "steps": 400, "restarts": 2}
+LTI = {"name": "lti-images", "learner": "kernel", "mirrored": False}
 GIGIP = {"name": "gigip", "latent_steps": 150, "weight_steps": 300, "restarts": 2, "training_steps": 800}
 SETTINGS: dict[str, tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]] = {
-    "one image a step": ([], (IG, GIGIP)),
-    "one image a step, signs alone": ([SIGN], (IG, GIGIP)),
+    "one image a step": ([], (IG, GIGIP, LTI)),
+    "one image a step, signs alone": ([SIGN], (IG, GIGIP, LTI)),
 }
 IMAGES = 4
 """Images read, each from an update of its own."""
@@ -53,6 +64,8 @@ def run_image_demo(folder: Path, device: torch.device) -> list[Record]:
         for number, case in enumerate(every):
             ready = prepare(case, Path.cwd(), device)
             done = open_folder(ready, folder, shared=True)
+            if ready.attack.unfitted and len(done) < IMAGES:
+                ready = fitted_case(ready, folder / INVERTERS)
             if number == 0:
                 write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))
             for index in range(IMAGES):

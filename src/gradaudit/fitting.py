@@ -160,7 +160,7 @@ def fit_case(
     if not (folder / MANIFEST).is_file():
         fit(attack, client, selection, public, case.data.batch_size, case.seed, folder)
     about = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
-    return {"public": about["public"], "texts": about["texts"], "steps": about["steps"], "accuracy": about["accuracy"]}
+    return {key: about[key] for key in ("public", "texts", "images", "steps", "accuracy", "mse") if key in about}
 
 
 def _key(attack: Attack[Any], target: Target, public: Data, seed: int) -> str:
