@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.leakage.generator import GeneratorSpec, generator_of
 from gradaudit.leakage.image_matching import (
     COUNTERED,
@@ -39,7 +39,7 @@ class GenerativePrior(Attack[ImageModel]):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size", "public")
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
-    models_defenses: ClassVar[tuple[str, ...]] = COUNTERED
+    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
     models_dropout: ClassVar[bool] = True  # these models have none
     latent_steps: int = hyper(500, "Adam steps over latents", source="ours")
     latent_rate: float = hyper(0.05, "learning rate of latents", source="ours")

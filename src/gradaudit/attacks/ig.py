@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.leakage.image_matching import (
     COUNTERED,
     ImageObjective,
@@ -39,7 +39,7 @@ class InvertingGradients(Attack[ImageModel]):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
-    models_defenses: ClassVar[tuple[str, ...]] = COUNTERED
+    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
     models_dropout: ClassVar[bool] = True  # these models have none
     steps: int = hyper(2000, "steps of signed Adam", source="ours: the paper takes 4,800 on CIFAR-10")
     learning_rate: float = hyper(0.1, "at first; a tenth after 3/8, 5/8 and 7/8 of the steps", source="Geiping et al.")
