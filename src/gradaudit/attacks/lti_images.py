@@ -10,13 +10,8 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.learned.image_inverter import (
-    Plan,
-    Simulation,
-    fit_image_inverter,
-    load_image_inverter,
-    save_image_inverter,
-)
+from gradaudit.learned.image_fit import Plan, Simulation, fit_image_inverter
+from gradaudit.learned.image_inverter import load_image_inverter, save_image_inverter
 from gradaudit.learned.inverter import Target
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import describe, hyper, register

@@ -74,7 +74,9 @@ def frontier_svg(found: Frontier) -> Markup:
         found: the frontier; its points are numbered in its order.
     """
     mccs = [end for p in found.points for end in (p.utility.mcc_low, p.utility.mcc_high)]
-    low, high = min([0.0, *mccs]), max([10.0, *mccs]) * 1.05
+    least, most = min([0.0, *mccs]), max([10.0, *mccs])
+    apart = 10 if most - least <= 60 else 20
+    low, high = math.floor(least / apart) * apart, math.ceil(most / apart) * apart
 
     def across(value: float) -> float:
         return _LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT)
@@ -98,8 +100,7 @@ def frontier_svg(found: Frontier) -> Markup:
             f'<path d="M{_LEFT} {down(value):.1f}H{_RIGHT}" stroke="currentColor" stroke-width="0.5" opacity="0.2"/>'
             f'<text x="{_LEFT - 6}" y="{down(value) + 4:.1f}" text-anchor="end">{value:.0f}</text>'
         )
-    for step in range(5):
-        value = low + (high - low) * step / 4
+    for value in range(low, high + 1, apart):
         parts.append(f'<text x="{across(value):.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{value:.0f}</text>')
     if found.points:
         blind = found.points[0].blind
