@@ -309,8 +309,6 @@ def test_cases_of_images():
     assert more.content_hash() != case.content_hash()
     with pytest.raises(BadInputError, match="the embedded sample is text"):
         parse_case({"task": "image-classification", "attack": {"name": "ig"}, "data": {"source": "sample"}})
-    with pytest.raises(BadInputError, match=r"\[public\] is for images"):
-        parse_case({"attack": {"name": "tag"}, "public": {"path": "x.csv"}})
 
 
 def test_ids_of_text_cases_did_not_change_when_images_came():

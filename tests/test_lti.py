@@ -197,7 +197,7 @@ def test_a_training_that_was_stopped_ends_as_it_would_have(tmp_path, monkeypatch
     shape = NetworkShape(20, 8, 6, 1, 3, 5)
     rng = stream(0, "data")
     values, targets = torch.randn(40, 20, generator=rng), torch.randint(5, (40, 1, 3), generator=rng)
-    recipe = Recipe(steps=30, learning_rate=0.01, decay=True, squared=False, every=5, patience=0)
+    recipe = Recipe(steps=30, learning_rate=0.01, decay=True, every=5, patience=0)
 
     def batch(step: int, stop: int = 99) -> tuple[torch.Tensor, torch.Tensor]:
         if step == stop:
@@ -209,10 +209,10 @@ def test_a_training_that_was_stopped_ends_as_it_would_have(tmp_path, monkeypatch
         return hits(network(values), targets)
 
     whole, stopped = Network(shape, stream(0, "weights")), Network(shape, stream(0, "weights"))
-    expected = train(whole, batch, validate, recipe, None, "")
+    expected = train(whole, batch, validate, recipe, None, "", loss_of)
     place = tmp_path / "checkpoint.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        train(stopped, lambda step: batch(step, 17), validate, recipe, place, "")
+        train(stopped, lambda step: batch(step, 17), validate, recipe, place, "", loss_of)
     fresh = Network(shape, stream(9, "other weights"))
     steps: list[int] = []
 
@@ -220,11 +220,11 @@ def test_a_training_that_was_stopped_ends_as_it_would_have(tmp_path, monkeypatch
         steps.append(step)
         return batch(step)
 
-    assert train(fresh, counted, validate, recipe, place, "") == expected
+    assert train(fresh, counted, validate, recipe, place, "", loss_of) == expected
     assert steps[0] == 17
     assert all(torch.equal(p, dict(whole.named_parameters())[n]) for n, p in fresh.named_parameters())
     place.write_bytes(b"no checkpoint")
-    assert train(Network(shape, stream(0, "weights")), batch, validate, recipe, place, "") == expected
+    assert train(Network(shape, stream(0, "weights")), batch, validate, recipe, place, "", loss_of) == expected
 
 
 def test_settings_that_make_no_sense_are_refused():
