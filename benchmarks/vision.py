@@ -1,25 +1,30 @@
-"""Images under defenses: LTI's vision table on CIFAR-10 and LeNet, B = 1, with its baselines.
+"""Images under defenses: LTI's vision table on CIFAR-10 and LeNet, B = 1, with its baselines, and LTI's ablations.
 
-    python benchmarks/vision.py ../shared/data/cifar10_jpeg [--images 10] [--only lti-kernel,ig]
+    python benchmarks/vision.py defenses sizes shift --data ../shared/data/cifar10_jpeg --images 10
 
-Private images are from test.parquet, public ones the first 5,000 of train.parquet (in the papers' draw). A cell that is
-finished is read and not run again. Seconds are of one image; fitting is told apart.
+Groups: `defenses` (all attacks), `sizes` and `shift` (LTI by number and kind of public images). Private images are from
+test.parquet, public ones from train.parquet (in the papers' draw). A cell that is finished is read and not run again.
+Seconds are of one image; fitting is told apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pyarrow import parquet
 from tables import command, commit, write_table
 
 from gradaudit.audit import prepare, run
 from gradaudit.case import parse_case
 from gradaudit.metrics.summary import summarize
 from gradaudit.process import ready_process
+from gradaudit.record import Summary
 
 DEFENSES = {
     "none": [],
@@ -34,6 +39,8 @@ ATTACKS = {
     "gigip": {"name": "gigip"},
     "lti-network": {"name": "lti-images", "width": 1000, "epochs": 20},
 }
+SHIFTED = 2500
+"""Public images of the shifted sets: no class half of the data here has 5,000."""
 PUBLISHED = {  # LTI (arXiv 2210.10880): MSE on LeNet, 50,000 auxiliary images; the order of DEFENSES
     "ig": (0.022, 0.116, 0.138, 0.150),
     "gigip": (0.001, 0.091, 0.043, 0.124),
@@ -42,14 +49,32 @@ PUBLISHED = {  # LTI (arXiv 2210.10880): MSE on LeNet, 50,000 auxiliary images; 
 }
 
 
-def cell(data: Path, attack: str, defense: str, images: int, public: int, out: Path) -> list[str]:
-    """Run one cell and return its row."""
+@dataclass(frozen=True)
+class Data:
+    """Where images come from.
+
+    Args:
+        private, public: parquet files.
+        images: private images a cell.
+        rows: public images.
+        seed: of the private draw; None takes the first.
+    """
+
+    private: Path
+    public: Path
+    images: int
+    rows: int
+    seed: int | None = 101
+
+
+def cell(data: Data, attack: str, defense: str, out: Path) -> tuple[Summary, float]:
+    """Run one cell and return its scores and the seconds spent on learning."""
     case = parse_case(
         {
             "model": "lenet",
             "task": "image-classification",
-            "data": {"path": str(data / "test.parquet"), "batches": images, "shuffle_seed": 101},
-            "public": {"path": str(data / "train.parquet"), "rows": public, "shuffle_seed": 101},
+            "data": {"path": str(data.private), "batches": data.images, "shuffle_seed": data.seed},
+            "public": {"path": str(data.public), "rows": data.rows, "shuffle_seed": 101},
             "defense": DEFENSES[defense],
             "attack": ATTACKS[attack],
             "metrics": {"diagnose": False},
@@ -59,53 +84,102 @@ def cell(data: Path, attack: str, defense: str, images: int, public: int, out: P
     began = time.perf_counter()
     folder = out / case.content_hash()
     spent = folder / "seconds.json"
-    records = list(run(ready, folder, inverters=out / "inverters"))
+    records = list(run(ready, folder, inverters=folder / "inverters"))
     whole = time.perf_counter() - began
     if not spent.is_file():
         spent.write_text(json.dumps(max(0.0, whole - sum(r.seconds for r in records))))
-    fitting = json.loads(spent.read_text())
-    found = summarize(records)[0]
-    scores, blind = found.scores, found.baseline["mse"].mean
-    mse = scores["mse"]
-    told = PUBLISHED.get(attack)
-    published = "" if told is None else f"{told[list(DEFENSES).index(defense)]:.3f}"
-    interval = f"{mse.mean:.4f} ({mse.low:.4f}-{mse.high:.4f})" if mse.low is not None else f"{mse.mean:.4f}"
-    shown = [f"{scores[n].mean:.2f}" if scores[n].mean is not None else "" for n in ("psnr", "ssim")]
-    learned = f"{fitting:.0f}" if attack.startswith("lti") else ""
-    row = [attack, defense, str(found.n), str(found.failed), interval, *shown, f"{blind:.4f}", f"{found.seconds:.2f}"]
-    return [*row, learned, published]
+        shutil.rmtree(folder / "inverters", ignore_errors=True)  # hundreds of megabytes each
+    return summarize(records)[0], json.loads(spent.read_text())
+
+
+def defenses(asked: argparse.Namespace) -> None:
+    """Every attack under every defense."""
+    data = Data(asked.data / "test.parquet", asked.data / "train.parquet", asked.images, asked.public)
+    rows = []
+    for attack in asked.only.split(","):
+        for number, defense in enumerate(DEFENSES):
+            found, fitting = cell(data, attack, defense, asked.out)
+            shown = [f"{found.scores[n].mean or 0:.2f}" for n in ("psnr", "ssim")]
+            published = f"{PUBLISHED[attack][number]:.3f}" if attack in PUBLISHED else ""
+            learned = f"{fitting:.0f}" if attack.startswith("lti") else ""
+            counts = [str(found.n), str(found.failed)]
+            blind = f"{found.baseline['mse'].mean:.4f}"
+            seconds = f"{found.seconds:.2f}"
+            rows.append([attack, defense, *counts, _mse(found), *shown, blind, seconds, learned, published])
+            print(rows[-1], flush=True)
+            heads = "attack, defense, images, failed, MSE, PSNR, SSIM, blind MSE, seconds an image, fitting s"
+            _write(asked, "cifar10.md", "CIFAR-10, LeNet, B = 1", [*heads.split(", "), "published MSE"], rows)
+
+
+def sizes(asked: argparse.Namespace) -> None:
+    """LTI by the number of public images."""
+    rows = []
+    for count in (500, 1000, 2000, 5000, 10_000):
+        data = Data(asked.data / "test.parquet", asked.data / "train.parquet", asked.images, count)
+        found = [cell(data, "lti-kernel", defense, asked.out)[0] for defense in DEFENSES]
+        rows.append([str(count), *map(_mse, found), f"{found[0].baseline['mse'].mean:.4f}"])
+        print(rows[-1], flush=True)
+        _write(asked, "sizes.md", "LTI (kernel) by public images", ["public images", *DEFENSES, "blind MSE"], rows)
+
+
+def shift(asked: argparse.Namespace) -> None:
+    """LTI by the share of public images that are of the private classes: private ones are of the first five."""
+    rows = []
+    private = _of_classes(asked.data / "test.parquet", asked.out / "private.parquet", {True: asked.images, False: 100})
+    for beta in (0.0, 0.01, 0.05, 0.1, 0.5, 1.0):
+        near = round(beta * SHIFTED)
+        place = asked.out / f"public-{beta:g}.parquet"
+        public = _of_classes(asked.data / "train.parquet", place, {True: near, False: SHIFTED - near})
+        data = Data(private, public, asked.images, SHIFTED, seed=None)
+        found = [cell(data, "lti-kernel", defense, asked.out)[0] for defense in DEFENSES]
+        rows.append([f"{beta:g}", *map(_mse, found), f"{found[0].baseline['mse'].mean:.4f}"])
+        print(rows[-1], flush=True)
+        head = f"LTI (kernel) by the share of {SHIFTED} public images that are of the private classes"
+        _write(asked, "shift.md", head, ["beta", *DEFENSES, "blind MSE"], rows)
+
+
+def _of_classes(source: Path, place: Path, counts: dict[bool, int]) -> Path:
+    """Write the first images of the private classes (True), then those of the others, into a file of their own."""
+    table = parquet.read_table(source)
+    private = [y < 5 for y in table.column("label").to_pylist()]
+    rows = {kind: [n for n, one in enumerate(private) if one == kind][:most] for kind, most in counts.items()}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table.take(rows[True] + rows[False]), place)
+    return place
 
 
 def main() -> None:
-    """Run the cells that are asked for and write the table."""
+    """Run the groups that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
+    groups = {one.__name__: one for one in (defenses, sizes, shift)}
+    parser.add_argument("groups", nargs="+", choices=groups)
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
     parser.add_argument("--images", type=int, default=10, help="private images a cell")
-    parser.add_argument("--public", type=int, default=5000, help="public images")
-    parser.add_argument("--only", default=",".join(ATTACKS), help="attacks, joined by commas")
+    parser.add_argument("--public", type=int, default=5000, help="public images of the defenses' table")
+    parser.add_argument("--only", default=",".join(ATTACKS), help="attacks of that table, joined by commas")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/vision"))
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/vision"))
     asked = parser.parse_args()
     ready_process()
-    rows = []
-    for attack in asked.only.split(","):
-        for defense in DEFENSES:
-            rows.append(cell(asked.data, attack, defense, asked.images, asked.public, asked.out))
-            print(rows[-1], flush=True)
-            _write(asked.write / "cifar10.md", rows)
+    for group in asked.groups:
+        groups[group](asked)
 
 
-def _write(place: Path, rows: list[list[str]]) -> None:
-    heads = "attack, defense, images, failed, MSE, PSNR, SSIM, blind MSE, seconds an image, fitting s, published MSE"
-    lines = [f"| {' | '.join(heads.split(', '))} |", "|" + "---|" * len(heads.split(", "))]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+def _mse(found: Summary) -> str:
+    mse = found.scores["mse"]
+    interval = "" if mse.low is None else f" ({mse.low:.4f}-{mse.high:.4f})"
+    return f"{mse.mean:.4f}{interval}"
+
+
+def _write(asked: argparse.Namespace, name: str, title: str, heads: list[str], rows: list[list[str]]) -> None:
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
     head = (
-        f"# Images under defenses: CIFAR-10, LeNet, B = 1\n\n`{command()}` at {commit()}. The attacker is given the "
-        "batch size, the defenses and public images (`blind` is their mean), not the labels. MSE of pixels in 0 to 1, "
-        "lower is more leakage; in brackets the 95% interval over images. Published: MSE of IG, GI-GIP and LTI with "
-        "50,000 auxiliary images (LTI, arXiv 2210.10880)."
+        f"# Images under defenses: {title}\n\n`{command()}` at {commit()}. {asked.images} private images a cell. The "
+        "attacker is given the batch size, the defenses and public images (`blind` is their mean), not the labels. MSE "
+        "of pixels in 0 to 1, lower is more leakage; in brackets the 95% interval over images. Published: LTI, arXiv "
+        "2210.10880, 50,000 auxiliary images."
     )
-    write_table(place, head, "\n".join(lines))
+    write_table(asked.write / name, head, "\n".join(lines))
 
 
 if __name__ == "__main__":
