@@ -38,8 +38,9 @@ FILES = {
     for path in ROOT.rglob("*.py")
 }
 FORBIDDEN = (
-    "client", "simulate", "fitting", "judge", "audit", "case", "data.source", "metrics", "defenses", "report", "record",
-    "cli", "examples", "example_gradients", "judge_images", "audit_images", "data.images", "case_client",
+    "client", "simulate", "simulate_images", "replayed_client", "fitting", "judge", "audit", "case", "data.source",
+    "metrics", "defenses", "report", "record", "cli", "examples", "example_gradients", "judge_images", "audit_images",
+    "data.images", "case_client", "mean_update",
 )  # fmt: skip
 """What the attack's side may not import, at any depth."""
 MAY_JOIN = {"gradaudit.judge", "gradaudit.audit", "gradaudit.demo", "gradaudit.cli", "gradaudit.judge_images",

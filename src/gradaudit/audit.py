@@ -284,7 +284,7 @@ def run(
     Args:
         ready: the prepared case.
         out: folder for records.jsonl, texts.jsonl or images.jsonl, and run.json.
-        each: called before a batch starts is not needed; called with each new record.
+        each: called with each new record.
         inverters: where attacks that learn keep what they learned; a folder of the run when None.
 
     Raises:

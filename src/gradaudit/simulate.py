@@ -9,13 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradaudit.client import Client
 from gradaudit.defenses.base import BatchDefense, ExampleDefense, RoleDefense, UpdateDefense
 from gradaudit.learned.simulated import Part
 from gradaudit.many_gradients import gradients_of_batches, tapped_parameters
-from gradaudit.models.base import View
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.selection import Selection
+from gradaudit.replayed_client import ReplayedClient
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import Batch
 
@@ -26,37 +24,19 @@ _ENTRIES_AT_ONCE = 1 << 28
 
 
 @dataclass(frozen=True)
-class ClientSimulation:
+class ClientSimulation(ReplayedClient):
     """Simulated updates of a client, many in one pass wherever factors make them.
 
     One gradient of the whole batch with dropout off is made in one pass for many batches, whatever acts on the text or
     on the update after it. Local steps, dropout, several clients, left padding and defenses of examples' gradients are
     replayed by the client itself, one batch after the other.
-
-    Args:
-        client: model, training and defenses.
-        selection: what the attacker sees.
     """
-
-    client: Client
-    selection: Selection
 
     @property
     def model(self) -> TransformersModel:
         """The client's model, of text."""
         assert isinstance(self.client.model, TransformersModel)
         return self.client.model
-
-    @cached_property
-    def views(self) -> dict[str, View]:
-        """What is seen of an update, by name."""
-        trained = set(self.client.trained())
-        return {n: v for n, v in self.selection.views(self.client.model).items() if v.parameter in trained}
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        parameters = self.client.model.parameters()
-        return {name: tuple(view(parameters[view.parameter]).shape) for name, view in self.views.items()}
 
     @property
     def random(self) -> bool:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gradaudit.client import Client
 from gradaudit.defenses.base import UpdateDefense
-from gradaudit.models.base import View
 from gradaudit.models.images import ImageModel
-from gradaudit.selection import Selection
+from gradaudit.replayed_client import ReplayedClient
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import ImageBatch
 
@@ -22,37 +18,18 @@ _NUMBERS_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
-class ImageSimulation:
+class ImageSimulation(ReplayedClient):
     """Simulated updates of a client that trains on images, many in one pass where nothing forbids it.
 
     One gradient behind defenses of the update is made in one pass for many batches; local steps, several clients and
     defenses of examples' gradients are replayed by the client itself, one batch after the other.
-
-    Args:
-        client: model, training and defenses.
-        selection: what the attacker sees.
     """
-
-    client: Client
-    selection: Selection
 
     @property
     def model(self) -> ImageModel:
         """The client's model."""
         assert isinstance(self.client.model, ImageModel)
         return self.client.model
-
-    @cached_property
-    def views(self) -> Mapping[str, View]:
-        """What is seen of an update, by name."""
-        trained = set(self.client.trained())
-        return {n: v for n, v in self.selection.views(self.model).items() if v.parameter in trained}
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the tensors that are seen, by view name."""
-        parameters = self.model.parameters()
-        return {name: tuple(view(parameters[view.parameter]).shape) for name, view in self.views.items()}
 
     @property
     def at_once(self) -> bool:
