@@ -18,7 +18,7 @@ from gradaudit.cli import app
 from gradaudit.client import Client, observation
 from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.source import DataSpec
-from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.fitting import fit
 from gradaudit.judge_images import judge_images
 from gradaudit.learned.image_inverter import load_image_inverter
@@ -213,6 +213,19 @@ def test_run_fits_it_by_itself_and_fit_makes_one_for_later(tmp_path):
     again = CliRunner().invoke(app, ["run", str(case), "--out", str(tmp_path / "again"), "--json"])
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout.splitlines()[0])["scores"]["mse"] < lines[0]["baseline"]["mse"] / 2
+
+
+@pytest.mark.parametrize("fact", ["batch_size", "training", "dropout", "defenses"])
+def test_nothing_is_learned_through_what_the_attacker_is_not_given(tmp_path, fact):
+    case = tmp_path / "case.toml"
+    case.write_text(
+        'model = "lenet"\ntask = "image-classification"\n[attack]\nname = "lti-images"\nlearner = "kernel"\n'
+        f'[knowledge]\n{fact} = false\n[[defense]]\nname = "sign"\n'
+    )
+    for command in ("run", "fit"):
+        told = CliRunner().invoke(app, [command, str(case), "--out", str(tmp_path / command)])
+        assert isinstance(told.exception, MissingKnowledgeError)
+        assert fact.replace("_", " ") in str(told.exception)
 
 
 def test_too_few_images_are_refused(digits, model, tmp_path):

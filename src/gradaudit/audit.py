@@ -25,7 +25,7 @@ from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
 from gradaudit.data.windows import windows
 from gradaudit.errors import BadInputError, MissingKnowledgeError
-from gradaudit.fitting import INVERTERS, fitted, public_text
+from gradaudit.fitting import INVERTERS, check_told, fitted, public_text
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
 from gradaudit.learned.kept import learned_in
 from gradaudit.learned.simulated import Public
@@ -321,6 +321,7 @@ def audited(ready: Prepared | PreparedImages, index: int, out: Path) -> Record:
 def fitted_case(ready: Prepared | PreparedImages, folder: Path) -> Prepared | PreparedImages:
     """Return a case whose attack has learned what it needs, into a folder or from what an earlier run left there."""
     case, client, selection = ready.case, ready.client, ready.selection
+    check_told(case)
     attack = fitted(ready.attack, client, selection, ready.public, case.data.batch_size, case.seed, folder)
     return replace(ready, attack=attack) if isinstance(ready, Prepared) else replace(ready, attack=attack)  # noqa: RUF034
 

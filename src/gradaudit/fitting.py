@@ -16,7 +16,7 @@ from gradaudit.case import Case
 from gradaudit.client import Client
 from gradaudit.data.source import PublicSpec, Rows, load_rows, make_batch, shuffled
 from gradaudit.data.windows import apart, windows
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.learned.inverter import MANIFEST, Target
 from gradaudit.learned.simulated import Public
 from gradaudit.models.images import ImageModel
@@ -75,6 +75,20 @@ def public_text(
     device, classes = model.device, batch.labels
     here = None if classes is None else classes.to(device)
     return Public(batch.ids.to(device), batch.mask.to(device), here, rows.where)
+
+
+def check_told(case: Case) -> None:
+    """Refuse to learn through settings of the client that the attacker is not given: it could not simulate them.
+
+    Raises:
+        MissingKnowledgeError: names the first that is not given.
+    """
+    for fact in ("batch_size", "training", "dropout", "defenses"):
+        if not getattr(case.knowledge, fact):
+            raise MissingKnowledgeError(
+                f"an attack that learns simulates the client, and is not given its {fact.replace('_', ' ')}: set "
+                f"{fact} = true in [knowledge], or name an inverter that was fitted to a guess of it"
+            )
 
 
 def simulation_of(client: Client, selection: Selection) -> ClientSimulation | ImageSimulation:
@@ -145,6 +159,7 @@ def fit_case(
     Raises:
         BadInputError: there is no public text, the attack names an inverter already, or the folder holds another one.
     """
+    check_told(case)
     if public is None:
         raise BadInputError("fitting takes what the attacker has: add a [public] table")
     key = _key(attack, target_of(client, selection, case.data.batch_size), public, case.seed)
