@@ -71,6 +71,19 @@ def test_gaussian_noise_of_the_clients_adds_up_to_less(load, clients, tables, be
         assert kstest(noise.numpy(), norm(scale=wrong * size).cdf).pvalue < 1e-9
 
 
+@pytest.mark.parametrize("clients", [4, 8])
+def test_noise_of_dp_sgd_adds_up_to_less_too(load, clients):
+    model = load("bert")
+    table = {"name": "dp-sgd", "clip": 0.1, "poisson": False}
+    own, noisy = both(model, clients, defenses=defenses(table | {"noise_multiplier": 3.0}))
+    _, plain = both(model, clients, defenses=defenses(table | {"noise_multiplier": 0.0}))
+    noise, size = (noisy - plain)[:20_000], 3.0 * 0.1 * clients**0.5 / len(LENGTHS)
+    assert kstest(noise.numpy(), norm(scale=size).cdf).pvalue > 1e-3
+    assert kstest((own - plain)[:20_000].numpy(), norm(scale=size).cdf).pvalue > 1e-3, "as the clients one by one"
+    for wrong in (2 / 3, 3 / 2):
+        assert kstest(noise.numpy(), norm(scale=wrong * size).cdf).pvalue < 1e-9
+
+
 def test_normalized_noise_is_that_of_the_clients(load):
     model = load("bert")
     _, noisy = both(model, 8, defenses=defenses({"name": "normalized-gaussian", "sigma": 0.5}))

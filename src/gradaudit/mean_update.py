@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.client import Client
-from gradaudit.defenses.base import ModelDefense, UpdateDefense
+from gradaudit.defenses.base import ExampleDefense, ModelDefense, UpdateDefense
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import Batch, Update
 
@@ -21,9 +21,9 @@ def mean_update(client: Client, batch: Batch, clients: int, rng: torch.Generator
     """Return a draw of the mean update of several clients, each with an equal part of the batch.
 
     It has the law of `Client(clients=...)`'s, which computes and defends every client's update by itself. Here single
-    gradients with defenses on the update alone are made together: without a defense the mean is the whole batch's
-    gradient, noise that does not look at the update is drawn once, of the mean's law, and where each client's gradient
-    is needed, those of single sentences come out of one pass.
+    gradients are made together: DP-SGD clips all sentences in one pass and draws the sum of the clients' noise; without
+    a defense the mean is the whole batch's gradient; noise that does not look at the update is drawn once, of the
+    mean's law; and where each client's gradient is needed, those of single sentences come out of one pass.
 
     Args:
         client: one of the clients; its own `clients` is how many share one's batch (secure aggregation).
@@ -37,8 +37,15 @@ def mean_update(client: Client, batch: Batch, clients: int, rng: torch.Generator
     several = clients * client.clients
     defenses = [d for d in client.defenses if isinstance(d, UpdateDefense)]
     trained = tuple(d for d in client.defenses if isinstance(d, ModelDefense))
-    plain = client.training.optimizer == "none" and len(defenses) + len(trained) == len(client.defenses)
-    if not plain or several == 1 or len(batch.ids) % several or batch.labels is None:
+    guards = [d for d in client.defenses if isinstance(d, ExampleDefense)]
+    plain = client.training.optimizer == "none" and len(batch.ids) % several == 0 and several > 1
+    if plain and len(guards) == 1 and not guards[0].sampled and len(trained) + 1 == len(client.defenses):
+        # each clips its own sentences and adds its own noise: as one client with all sentences and the noises' sum
+        together = (*trained, guards[0].of_several(several))
+        return replace(client, clients=several).made(
+            replace(client, defenses=together, clients=1).update(batch, rng).tensors
+        )
+    if not plain or len(defenses) + len(trained) != len(client.defenses) or batch.labels is None:
         return replace(client, clients=several).update(batch, rng)
     bare = replace(client, defenses=trained, clients=1)
     seed = draw_seed(rng)

@@ -147,7 +147,7 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
         # noise of several clients, each with its own draw, has the law of one client's: then draws need no equal parts
         client = replace(client, defenses=(guard.of_several(several),), clients=1)
     parameters = tuned.parameters()
-    server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0)
+    server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0, fused=True)
     for step, chosen in enumerate(track(list(_draws(case, how, train, several * size, sampled)), "training")):
         rng = stream(case.seed, "utility", step)
         batch = _batch(tuned, rows, chosen) if chosen else None
