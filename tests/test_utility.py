@@ -71,6 +71,45 @@ def test_a_task_is_learned_and_noise_costs_it(folders, rows):
     assert measured(folders, rows).accuracy == plain.accuracy
 
 
+def test_adapters_are_trained_in_place_of_the_model(folders, rows, monkeypatch):
+    pytest.importorskip("peft")
+    sent: list[set[str]] = []
+    original = gradaudit.utility.mean_update
+
+    def seen(client: Any, *given: Any) -> Any:
+        update = original(client, *given)
+        sent.append({n for n in update.tensors if "lora_" not in n})
+        return update
+
+    monkeypatch.setattr(gradaudit.utility, "mean_update", seen)
+    how = SHORT.model_copy(update={"learning_rate": 1e-2})
+    tuned = measured(folders, rows, how, lora={"rank": 8, "modules": "all-linear"})
+    assert tuned.before < 75
+    assert tuned.accuracy > 90
+    assert len(sent) == SHORT.steps
+    assert all(0 < len(names) <= 4 for names in sent), "beside adapters only the head"
+
+
+def test_each_round_begins_with_what_the_last_one_held_back(folders, rows, monkeypatch):
+    before: list[Any] = []
+    original = gradaudit.utility.feedback_round
+
+    def seen(client: Any, batch: Any, clients: int, held: Any, rng: Any) -> Any:
+        before.append(held)
+        return original(client, batch, clients, held, rng)
+
+    monkeypatch.setattr(gradaudit.utility, "feedback_round", seen)
+    all_sent = measured(folders, rows, defense=[{"name": "error-feedback"}, {"name": "topk", "keep": 1.0}])
+    assert all_sent.accuracy > 90
+    assert len(before) == SHORT.steps
+    assert before[0] is None
+    assert all(float(value.abs().max()) == 0 for held in before[1:] for value in held.values())
+    before.clear()
+    measured(folders, rows, defense=[{"name": "error-feedback"}, {"name": "topk", "keep": 0.1}])
+    assert before[0] is None
+    assert all(any(float(value.abs().max()) > 0 for value in held.values()) for held in before[1:])
+
+
 def test_weight_changes_are_added(folders, rows):
     local = {"optimizer": "adamw", "learning_rate": 3e-3}
     assert measured(folders, rows, client=local).accuracy > 90

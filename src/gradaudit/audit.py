@@ -20,10 +20,11 @@ from gradaudit.attacks.base import Attack
 from gradaudit.attempt import attempt
 from gradaudit.audit_images import PreparedImages, audit_images, prepare_images
 from gradaudit.case import Case
-from gradaudit.case_client import check_counters, client_of
+from gradaudit.case_client import check_counters, client_of, earlier_numbers
 from gradaudit.client import Client, observation
 from gradaudit.data.source import Rows, draw, load_rows, make_batch
 from gradaudit.data.windows import windows
+from gradaudit.error_feedback import after_rounds
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.fitting import INVERTERS, check_told, fitted, public_text
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
@@ -140,6 +141,10 @@ def prepare_text(case: Case, base: Path, device: torch.device, loaded: Model | N
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
+    earlier = earlier_numbers(case, client, len(rows.texts), batches)
+    client = after_rounds(
+        client, (_batch(case, model, rows, some) for some in earlier), stream(case.seed, "earlier rounds")
+    )
     public = None
     if case.public is not None:
         public = public_text(case.public, base, model, window, rows, batches)

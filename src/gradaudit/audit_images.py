@@ -11,10 +11,11 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.attempt import attempt
 from gradaudit.case import Case
-from gradaudit.case_client import check_counters, client_of
+from gradaudit.case_client import check_counters, client_of, earlier_numbers
 from gradaudit.client import Client, observation
 from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.source import draw_numbers
+from gradaudit.error_feedback import after_rounds
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.judge_images import diagnose_images, image_flags, judge_images
 from gradaudit.models.base import Model, ModelSpec
@@ -76,6 +77,8 @@ def prepare_images(case: Case, base: Path, device: torch.device, loaded: Model |
     frozen = client.frozen()
     if all(view.parameter in frozen for view in selection.views(model).values()):
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
+    earlier = earlier_numbers(case, client, len(rows), batches)
+    client = after_rounds(client, (rows.batch(some) for some in earlier), stream(case.seed, "earlier rounds"))
     return PreparedImages(case, model, rows, batches, client, selection, attack, device, public)
 
 

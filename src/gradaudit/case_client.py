@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
+
+import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.case import Case
 from gradaudit.client import Client
 from gradaudit.defenses.base import ExampleDefense, UpdateDefense
-from gradaudit.errors import NotSupportedError
+from gradaudit.error_feedback import earlier_rounds
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import Model
+from gradaudit.streams import stream
 
 M = TypeVar("M", bound=Model)
 
@@ -43,3 +48,31 @@ def check_counters(case: Case, attack: Attack[M], client: Client) -> None:
                 f"attack '{attack.name}' has no counter to '{defense.name}' here, of which it was told; choose another "
                 "attack, or defenses = false in [knowledge] for an attacker who does not know of it"
             )
+
+
+def earlier_numbers(
+    case: Case, client: Client, rows: int, audited: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the rows of each round that a client with error feedback has behind it: of none of the audited batches.
+
+    Args:
+        case: whose seed and batch size they have.
+        client: of the case.
+        rows: in the data.
+        audited: numbers of the rows of each audited batch.
+
+    Raises:
+        BadInputError: too few rows.
+    """
+    size, rounds = case.data.batch_size, earlier_rounds(client)
+    if not rounds:
+        return
+    kept = {number for batch in audited for number in batch}
+    others = [number for number in range(rows) if number not in kept]
+    if len(others) < size:
+        raise BadInputError(
+            f"error feedback needs {size} rows or more that are in no audited batch; give more data, or rounds = 0"
+        )
+    order = torch.randperm(len(others), generator=stream(case.seed, "earlier rows")).tolist()
+    for number in range(rounds):
+        yield tuple(others[order[(number * size + n) % len(others)]] for n in range(size))

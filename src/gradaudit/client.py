@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
+from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.example_gradients import Mode
 from gradaudit.examples import Apart, Examples, Private, examples_of
@@ -21,6 +22,18 @@ from gradaudit.streams import draw_seed, global_stream, stream
 from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, PublicImages, Update
 
 M = TypeVar("M", bound=Model)
+
+
+def place_of_feedback(defenses: Sequence[Defense]) -> int:
+    """Return the place of error feedback among defenses.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    for place, defense in enumerate(defenses):
+        if isinstance(defense, ErrorFeedback):
+            return place
+    raise BadInputError("a client without error feedback holds nothing back")
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,13 @@ class Client:
         padding: side on which a batch's shorter sentences are filled up; on the left their positions start later.
         clients: how many share the batch in equal parts, each with training and defenses of its own; the server sees
             the mean of their updates alone, as secure aggregation lets it.
+        held: what error feedback holds back of earlier rounds, [clients, ...] by parameter name; None for nothing. It
+            comes from private examples, like an update.
 
     Raises:
         BadInputError: padding on the left of an encoder, whose head reads the first row; a defense of examples'
-            gradients behind another defense; no client.
+            gradients behind another defense; no client; error feedback without a defense behind it that it could
+            feed, or twice.
         NotSupportedError: a defense of words or of attention on a model of images.
     """
 
@@ -53,6 +69,7 @@ class Client:
     dropout_rate: float | None = None
     padding: Literal["right", "left"] = "right"
     clients: int = 1
+    held: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         text = self.model if isinstance(self.model, TextModel) else None
@@ -78,6 +95,14 @@ class Client:
         acting = tuple(d for d in self.defenses if not isinstance(d, ModelDefense))
         if self._after_batch() != acting[len(acting) - len(self._after_batch()) :]:
             raise BadInputError("a defense that changes the text acts before all others: name it first")
+        feedback = [place for place, d in enumerate(self.defenses) if isinstance(d, ErrorFeedback)]
+        behind = self.defenses[feedback[-1] + 1 :] if feedback else ()
+        kinds = {type(d) for d in behind if not isinstance(d, ModelDefense)}
+        if feedback and (len(feedback) > 1 or not kinds or not all(issubclass(k, UpdateDefense) for k in kinds)):
+            raise BadInputError(
+                "defense 'error-feedback' is named once, right before the compression, such as topk, whose remainders "
+                "it adds"
+            )
 
     def _after_batch(self) -> tuple[Defense, ...]:
         return tuple(d for d in self.defenses if not isinstance(d, BatchDefense | ModelDefense))
@@ -194,7 +219,7 @@ class Client:
         self, batch: Private, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
         if self.clients == 1:
-            return self._alone(batch, trained, seed, expected)
+            return self._alone(batch, trained, seed, expected, 0)
         size, rest = divmod(len(batch), self.clients)
         if rest:
             raise BadInputError(
@@ -204,7 +229,7 @@ class Client:
         for number in range(self.clients):
             part = batch.part(slice(number * size, (number + 1) * size))
             own = draw_seed(stream(seed, "client of several", number))
-            one = self._alone(part, trained, own, expected and expected / self.clients)
+            one = self._alone(part, trained, own, expected and expected / self.clients, number)
             total = {name: value + total[name] if total else value for name, value in one.items()}
         return {name: value / self.clients for name, value in total.items()}
 
@@ -214,7 +239,7 @@ class Client:
         return how if how.minibatch is None else replace(how, minibatch=how.minibatch * self.clients)
 
     def _alone(
-        self, batch: Private, trained: Mapping[str, Tensor], seed: int, expected: float | None
+        self, batch: Private, trained: Mapping[str, Tensor], seed: int, expected: float | None, number: int
     ) -> dict[str, Tensor]:
         for place, defense in enumerate(self.defenses):
             if isinstance(defense, BatchDefense) and isinstance(batch, Batch):
@@ -225,7 +250,9 @@ class Client:
         else:
             tensors = self._weight_change(examples, len(batch), trained, seed, expected)
         for place, defense in enumerate(self.defenses):
-            if isinstance(defense, UpdateDefense):
+            if isinstance(defense, ErrorFeedback) and self.held is not None:
+                tensors = {name: value + self.held[name][number] for name, value in tensors.items()}
+            elif isinstance(defense, UpdateDefense):
                 tensors = defense.on_update(tensors, stream(seed, "defense", place))
             elif isinstance(defense, RoleDefense):
                 tensors = defense.on_roles(self._text(), tensors, stream(seed, "defense", place))

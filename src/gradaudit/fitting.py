@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ def check_told(case: Case) -> None:
 def simulation_of(client: Client, selection: Selection) -> ClientSimulation | ImageSimulation:
     """Return what replays a client on public data."""
     kind = ImageSimulation if isinstance(client.model, ImageModel) else ClientSimulation
-    return kind(client, selection)
+    # what this client holds back of its earlier rounds is made of private data
+    return kind(replace(client, held=None), selection)
 
 
 def target_of(client: Client, selection: Selection, batch_size: int) -> Target:

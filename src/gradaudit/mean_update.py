@@ -10,6 +10,8 @@ from torch import Tensor
 
 from gradaudit.client import Client
 from gradaudit.defenses.base import ExampleDefense, ModelDefense, UpdateDefense
+from gradaudit.errors import BadInputError
+from gradaudit.examples import Private
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import Batch, Update
 
@@ -54,7 +56,7 @@ def mean_update(client: Client, batch: Batch, clients: int, rng: torch.Generator
     if found is not None:
         tensors, left = found, defenses
     else:
-        own = _own_gradients(bare, batch, several, seed)
+        own: Mapping[str, Tensor] = each_update(bare, batch, several, stream(seed, "own"))
         first = next(n for n in range(len(defenses) + 1) if _by_mean(defenses[n:], several))
         for place, defense in enumerate(defenses[: first - 1]):
             own = defense.on_each(own, stream(seed, "defense", place))
@@ -91,10 +93,23 @@ def _rows(batch: Batch, rows: Tensor) -> Batch:
     return Batch(batch.ids[rows], batch.mask[rows], labels, tuple(batch.texts[int(n)] for n in rows))
 
 
-def _own_gradients(client: Client, batch: Batch, clients: int, seed: int) -> dict[str, Tensor]:
-    """Return each client's gradient, [clients, ...] by parameter name."""
-    size = len(batch.ids) // clients
-    if size >= _ALONE:
+def each_update(client: Client, batch: Private, clients: int, rng: torch.Generator) -> dict[str, Tensor]:
+    """Return the update of each of several clients, [clients, ...] by parameter name.
+
+    Args:
+        client: one of them.
+        batch: the examples of all, in equal parts.
+        clients: how many.
+        rng: the round's random stream.
+
+    Raises:
+        BadInputError: as `Client.update`; no equal parts.
+    """
+    if len(batch) % clients:
+        raise BadInputError(f"{len(batch)} examples are no equal parts for {clients} clients; change batch_size")
+    size, seed = len(batch) // clients, draw_seed(rng)
+    plain = client.training.optimizer == "none" and all(isinstance(d, ModelDefense) for d in client.defenses)
+    if size >= _ALONE or not plain or not isinstance(batch, Batch) or batch.labels is None:
         own = (batch.part(slice(n * size, (n + 1) * size)) for n in range(clients))
         every = [client.update(part, stream(seed, "client", n)).tensors for n, part in enumerate(own)]
         return {name: torch.stack([one[name] for one in every]) for name in every[0]}

@@ -19,6 +19,8 @@ from gradaudit.case import Case
 from gradaudit.case_client import client_of
 from gradaudit.data.source import Rows, make_batch
 from gradaudit.defenses.base import ExampleDefense, ModelDefense
+from gradaudit.defenses.feedback import ErrorFeedback
+from gradaudit.error_feedback import feedback_round
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.mean_update import mean_update
 from gradaudit.models.transformers import TransformersModel
@@ -95,7 +97,7 @@ def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Transformer
 
     Raises:
         BadInputError: too few rows, the folder cannot be written, or the extra `utility` is missing.
-        NotSupportedError: next-word training, adapters.
+        NotSupportedError: next-word training; examples drawn by chance together with what acts on whole updates.
     """
     path = folder / f"{_identity(case, how, model, rows)}.json"
     clients = _clients(case, how)
@@ -121,8 +123,6 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
     """
     if case.task != "classification" or rows.labels is None:
         raise NotSupportedError("utility is measured on classification; leave [utility] away for next words")
-    if case.lora is not None:
-        raise NotSupportedError("utility of adapters is not measured yet; leave [utility] away with [lora]")
     train, test = _split(case, how, rows)
     size = case.data.batch_size
     several = _clients(case, how)
@@ -146,6 +146,8 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
     if sampled and guard is not None:
         # noise of several clients, each with its own draw, has the law of one client's: then draws need no equal parts
         client = replace(client, defenses=(guard.of_several(several),), clients=1)
+    feeding = any(isinstance(d, ErrorFeedback) for d in defenses)
+    held: dict[str, Tensor] | None = None  # the same clients send in every round, as many as a round has
     parameters = tuned.parameters()
     server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0, fused=True)
     for step, chosen in enumerate(track(list(_draws(case, how, train, several * size, sampled)), "training")):
@@ -155,6 +157,8 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
             update = client.silent(rng, several * size)
         elif sampled:
             update = client.update(batch, rng, expected=float(several * size))
+        elif feeding:
+            update, held = feedback_round(client, batch, several, held, rng)
         else:
             update = mean_update(client, batch, several, rng)
         with torch.no_grad():
@@ -297,4 +301,6 @@ def _identity(case: Case, how: UtilityTable, model: TransformersModel, rows: Row
         "defense": [json.loads(json.dumps(describe(d))) for d in case.build_defenses()],
         "utility": how.model_dump(mode="json"),
     }
+    if case.lora is not None:
+        data["lora"] = case.lora.model_dump(mode="json")
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -52,7 +52,7 @@ class Decode(Attack):
     models_dropout: ClassVar[bool] = True
     models_defenses: ClassVar[tuple[str, ...]] = (
         *("clip", "dp-sgd", "gaussian", "laplace", "normalized-gaussian"),
-        *("quantize", "random-pruning", "sign", "topk"),
+        *("error-feedback", "quantize", "random-pruning", "sign", "topk"),
     )
     """It reads what was done off the spectrum: scales leave row spaces as they are, and where the space is full words
     are ranked against the noise that is there."""

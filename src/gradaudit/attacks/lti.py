@@ -14,7 +14,7 @@ from gradaudit.learned.features import sizes_of
 from gradaudit.learned.fit import Plan, fit_inverter
 from gradaudit.learned.inverter import Target, load_inverter, save_inverter
 from gradaudit.learned.simulated import Public, Simulation
-from gradaudit.models.base import TextModel
+from gradaudit.models.base import Model, TextModel
 from gradaudit.registry import describe, hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -71,6 +71,10 @@ class Lti(Attack):
         self._at_least(0, "learning_rate", "patience")
         if not 0 < self.share <= 1 or not 0 < self.validation < 1:
             raise BadInputError("attack 'lti': share must be above 0 and at most 1, validation between 0 and 1")
+
+    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
+        # what the client holds back of earlier rounds is not simulated
+        return defense != "error-feedback" and super().reckons_with(defense, model, batch_size)
 
     @property
     def unfitted(self) -> bool:

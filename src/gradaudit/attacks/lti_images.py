@@ -13,6 +13,7 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.image_fit import Plan, Simulation, fit_image_inverter
 from gradaudit.learned.image_inverter import load_image_inverter, save_image_inverter
 from gradaudit.learned.inverter import Target
+from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import describe, hyper, register
 from gradaudit.types import Observation, PublicImages, Reconstruction
@@ -64,6 +65,10 @@ class LtiImages(Attack[ImageModel]):
             raise BadInputError(
                 "attack 'lti-images': learning_rate must be above 0, validation must lie between 0 and 1"
             )
+
+    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
+        # what the client holds back of earlier rounds is not simulated
+        return defense != "error-feedback" and super().reckons_with(defense, model, batch_size)
 
     @property
     def unfitted(self) -> bool:

@@ -35,7 +35,7 @@ class Sign(UpdateDefense):
 @register
 @dataclass(frozen=True)
 class TopK(UpdateDefense):
-    """Keep each tensor's largest coordinates by magnitude and send zeros for the rest, without error feedback.
+    """Keep each tensor's largest coordinates by magnitude and send zeros for the rest.
 
     Raises:
         BadInputError: a share that is not between 0 and 1.
