@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.features import sizes_of
-from gradaudit.learned.fit import Plan, fit_inverter
+from gradaudit.learned.fit import fit_inverter
 from gradaudit.learned.inverter import Target, load_inverter, save_inverter
+from gradaudit.learned.plan import Plan
 from gradaudit.learned.simulated import Public, Simulation
 from gradaudit.models.base import Model, TextModel
 from gradaudit.registry import describe, hyper, register
@@ -42,6 +43,13 @@ class Lti(Attack):
     models_defenses: ClassVar[tuple[str, ...]] = ("*",)
     models_dropout: ClassVar[bool] = True
     exact_on_deltas: ClassVar[bool] = True
+    learner: Literal["network", "layers"] = hyper(
+        "network",
+        '"network" (the paper\'s, on bins drawn by chance) or "layers" (ours, one sentence: a linear guess at every '
+        "position and the position table's own rows, read by one network for all positions)",
+        later=True,
+    )
+    references: int = hyper(6000, '"layers": updates that the linear guess is fitted to', source="ours", later=True)
     inverter: str = hyper("", "folder of a fitted inverter; without one, 'run' and 'sweep' fit it from [public]")
     pseudo: bool = hyper(
         False, "train on tokens drawn from the public text's frequencies, fresh every batch (LTI-P)", source="LTI-P"
@@ -67,7 +75,7 @@ class Lti(Attack):
     patience: int = hyper(5, "validations without a better one after which training stops; 0 never", source="ours")
 
     def __post_init__(self) -> None:
-        self._at_least(1, "bottleneck", "width", "epochs", "batch", "trial")
+        self._at_least(1, "references", "bottleneck", "width", "epochs", "batch", "trial")
         self._at_least(0, "learning_rate", "patience")
         if not 0 < self.share <= 1 or not 0 < self.validation < 1:
             raise BadInputError("attack 'lti': share must be above 0 and at most 1, validation between 0 and 1")
@@ -84,6 +92,8 @@ class Lti(Attack):
         self, simulate: Simulation, public: Public, target: Target, model: TextModel, folder: Path, rng: torch.Generator
     ) -> Attack:
         plan = Plan(
+            layers=self.learner == "layers",
+            references=self.references,
             bins=max(1, round(self.share * sum(sizes_of(target.tensors).values()))),
             signed=self.signed,
             bottleneck=self.bottleneck,

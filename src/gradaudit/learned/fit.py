@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,12 @@ from gradaudit.errors import BadInputError
 from gradaudit.learned.features import Examples, Scaling, hashed, noised, scaling_of, sizes_of
 from gradaudit.learned.hashing import Hash
 from gradaudit.learned.inverter import Inverter, Target, new_manifest
+from gradaudit.learned.layered_fit import fit_by_layers
 from gradaudit.learned.network import Network, NetworkShape, hits, loss_of
-from gradaudit.learned.simulated import Public, Simulation
+from gradaudit.learned.plan import Plan
+from gradaudit.learned.simulated import Public, Simulation, drawn_like
 from gradaudit.learned.training import Recipe, train
+from gradaudit.learned.words import begin_with_words, classes_of, word_vectors
 from gradaudit.models.base import TextModel
 from gradaudit.streams import draw_seed, stream
 
@@ -25,42 +27,6 @@ RATES = (1e-3, 1e-4, 1e-5)
 """Learning rates that are tried where none is given (LTI, section 4.1)."""
 _SCALED = 1024
 """Updates that the scaling of the inputs is taken from."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is learned, and how.
-
-    Args:
-        bins: of the hash.
-        signed: hash with signs.
-        bottleneck, width: of the network.
-        epochs: passes over the public text, or over as many drawn texts.
-        batch: updates a step.
-        learning_rate: Adam's; 0 tries `RATES` for `trial` steps each and takes the best on held-out public text.
-        trial: steps of each.
-        decay: the learning rate falls to zero.
-        squared: squared loss.
-        pseudo: train on tokens drawn from the public text's unigram distribution, fresh every batch.
-        own_words: begin the shared layer with what the model knows of its words: see `begin_with_words`.
-        validation: share of the public text that is held out.
-        patience: see `Recipe`.
-    """
-
-    bins: int
-    signed: bool
-    bottleneck: int
-    width: int
-    epochs: int
-    batch: int
-    learning_rate: float
-    trial: int
-    decay: bool
-    squared: bool
-    pseudo: bool
-    own_words: bool
-    validation: float
-    patience: int
 
 
 def fit_inverter(
@@ -99,7 +65,10 @@ def fit_inverter(
     order = torch.randperm(len(public), generator=stream(seed, "split"))
     held_out = public.take(order[: held * size])
     shown = public.take(order[held * size : (held + kept) * size])
-    hash_ = Hash(sizes_of(target.tensors), plan.bins, draw_seed(stream(seed, "hash")), plan.signed)
+    hash_seed = draw_seed(stream(seed, "hash"))
+    if plan.layers:
+        return fit_by_layers(simulation, shown, held_out, target, model, plan, hash_seed, about, public, folder, seed)
+    hash_ = Hash(sizes_of(target.tensors), plan.bins, hash_seed, plan.signed)
     checked = Examples(simulation, hash_, held_out, size, stream(seed, "validation"), "lti: validation")
     source: _Source = (
         _Drawn(simulation, hash_, shown, plan, size, stream(seed, "drawn"))
@@ -112,7 +81,7 @@ def fit_inverter(
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         values, texts = source(step)
-        return scaling(values), _classes(texts, vocabulary, size)
+        return scaling(values), classes_of(texts, vocabulary, size)
 
     def validate(network: Network) -> float:
         return accuracy(network, scaling, checked, vocabulary)
@@ -123,7 +92,7 @@ def fit_inverter(
     def trained(rate: float, most: int, checkpoint: Path | None, what: str) -> tuple[Network, float, int]:
         network = Network(shape, stream(seed, "weights")).to(public.ids.device)
         if plan.own_words:
-            begin_with_words(network, model, shown)
+            begin_with_words(network.shared, word_vectors(model, plan.width), shown)
         recipe = Recipe(most, rate, plan.decay, min(every, most), plan.patience)
         loss = partial(loss_of, squared=plan.squared)
         found = train(network, batch, validate, recipe, checkpoint, what, loss)
@@ -156,41 +125,15 @@ def fit_inverter(
 
 
 @torch.no_grad()
-def begin_with_words(network: Network, model: TextModel, shown: Public) -> None:
-    """Let the shared layer begin with the model's word vectors, its output vectors where it predicts words, and counts.
-
-    What an update tells of a word goes through these vectors alone, so that a word that occurs once can be read as well
-    as one that occurs a thousand times. As many columns as the network is wide, the rest begins at 0.
-    """
-    tables = [model.word_vectors()]
-    words = set(model.group("word"))
-    shape = tables[0].shape
-    tables += [p.detach() for n, p in model.parameters().items() if n in model.group("head") and n not in words]
-    known = torch.cat([t / t.square().mean().sqrt() for t in tables if t.shape == shape], 1)[:, : network.shape.width]
-    weight, bias = network.shared.weight, network.shared.bias
-    weight.zero_()
-    weight[: len(known), : known.shape[1]] = known / known.shape[1] ** 0.5
-    targets = torch.where(shown.mask, shown.ids, len(known)).flatten()
-    # half a count for what did not occur
-    counts = torch.bincount(targets, minlength=len(bias))[: len(bias)].float() + 0.5
-    bias.copy_((counts / counts.sum()).log())
-
-
-@torch.no_grad()
 def accuracy(network: Network, scaling: Scaling, examples: Examples, vocabulary: int) -> float:
     """Return the share (0 to 100) of positions read right in examples."""
     right, count = 0.0, len(examples)
     for start in range(0, count, 64):
         some = torch.arange(start, min(start + 64, count))
         values, texts = examples(some, start)
-        targets = _classes(texts, vocabulary, examples.size)
+        targets = classes_of(texts, vocabulary, examples.size)
         right += hits(network(scaling(values)), targets) * len(some)
     return right / count
-
-
-def _classes(texts: Public, vocabulary: int, size: int) -> Tensor:
-    """Return the classes [n, B, T]: words, and behind a sentence's end the class after the last word."""
-    return torch.where(texts.mask, texts.ids, vocabulary).view(-1, size, texts.ids.shape[1])
 
 
 class _Shown:
@@ -218,16 +161,10 @@ class _Drawn:
     ) -> None:
         self._simulation, self._hash, self._texts = simulation, hash_, texts
         self._seed, self._count, self._size = draw_seed(rng), plan.batch * size, size
-        words = texts.ids[texts.mask].cpu()
-        self._frequency = torch.bincount(words).double()
 
     def __call__(self, step: int) -> tuple[Tensor, Public]:
         rng = stream(self._seed, "step", step)
-        rows = torch.randint(len(self._texts), (self._count,), generator=rng).to(self._texts.ids.device)
-        like = self._texts.take(rows)  # lengths and labels of public texts
-        drawn = torch.multinomial(self._frequency, like.ids.numel(), replacement=True, generator=rng)
-        ids = torch.where(like.mask, drawn.view_as(like.ids).to(like.ids), like.ids)
-        texts = Public(ids, like.mask, like.labels, like.where)
+        texts = drawn_like(self._texts, self._count, rng)
         return noised(hashed(self._simulation, self._hash, texts, self._size, rng), self._hash, rng), texts
 
 

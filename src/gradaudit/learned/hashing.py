@@ -26,12 +26,14 @@ class Hash:
         bins: how many.
         seed: of the hash.
         signed: give each coordinate a random sign before it is summed; the paper does not.
+        apart: view, first entry and how many of it have a bin each, behind those of all others; None for none.
     """
 
     sizes: Mapping[str, int]
     bins: int
     seed: int
     signed: bool = False
+    apart: tuple[str, int, int] | None = None
     _kept: dict[tuple[str, torch.device], tuple[Tensor, Tensor | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -40,6 +42,11 @@ class Hash:
     def size(self) -> int:
         """Coordinates in all."""
         return sum(self.sizes.values())
+
+    @property
+    def drawn(self) -> int:
+        """Bins that coordinates fall into by chance."""
+        return self.bins - (self.apart[2] if self.apart is not None else 0)
 
     def start(self, name: str) -> int:
         """Return the number of a tensor's first coordinate."""
@@ -51,8 +58,8 @@ class Hash:
         raise KeyError(name)
 
     def places(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Return the bins [stop - start] of consecutive coordinates, int64."""
-        return (((_mixed(self.seed, start, stop, device) >> 33) & 0x7FFFFFFF) * self.bins) >> 31
+        """Return the bins [stop - start] into which consecutive coordinates are drawn, int64."""
+        return (((_mixed(self.seed, start, stop, device) >> 33) & 0x7FFFFFFF) * self.drawn) >> 31
 
     def signs(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         """Return the signs [stop - start], 1 or -1, float32; all 1 where none are used."""
@@ -104,6 +111,11 @@ class Hash:
             pairs = list(pairwise(cuts))
             bins = torch.cat([self.places(a, b, device).int() for a, b in pairs])
             signs = torch.cat([self.signs(a, b, device) for a, b in pairs]) if self.signed else None
+            if self.apart is not None and self.apart[0] == name:
+                own = slice(self.apart[1], self.apart[1] + self.apart[2])
+                bins[own] = torch.arange(self.drawn, self.bins, dtype=bins.dtype, device=bins.device)
+                if signs is not None:
+                    signs[own] = 1.0
             self._kept[key] = bins, signs
         return self._kept[key]
 

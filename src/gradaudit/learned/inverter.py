@@ -23,6 +23,7 @@ import gradaudit
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.features import Scaling, sizes_of
 from gradaudit.learned.hashing import Hash
+from gradaudit.learned.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.network import Network, NetworkShape
 from gradaudit.types import Observation, Task, UpdateKind
 
@@ -69,8 +70,9 @@ class Manifest(Plain):
     Args:
         format: of the folder.
         program: version of gradaudit that made it.
+        learner: LTI's network, or one that reads by layers.
         target: what it is made for.
-        bins, hash_seed, signed: of the hash.
+        bins, hash_seed, signed, apart: of the hash.
         bottleneck, width, length, classes: of the network.
         vocabulary: words of the model.
         ends: the last class says that a sentence has no token here.
@@ -83,10 +85,12 @@ class Manifest(Plain):
 
     format: Literal[1] = 1
     program: str
+    learner: Literal["network", "layers"] = "network"
     target: Target
     bins: int = Field(ge=1, le=1 << 30)
     hash_seed: int = Field(ge=0, lt=1 << 62)
     signed: bool
+    apart: tuple[str, int, int] | None = None
     bottleneck: int = Field(ge=1, le=1 << 20)
     width: int = Field(ge=1, le=1 << 20)
     length: int = Field(ge=1, le=1 << 16)
@@ -99,9 +103,12 @@ class Manifest(Plain):
     steps: int
     accuracy: float
 
-    def network(self) -> NetworkShape:
+    def network(self) -> NetworkShape | LayeredShape:
         """Return the sizes of the network."""
         size = self.target.batch_size
+        if self.learner == "layers":
+            own = self.apart[2] // self.length if self.apart is not None else 0
+            return LayeredShape(self.bins, own, self.bottleneck, self.width, self.length, self.classes)
         return NetworkShape(self.bins, self.bottleneck, self.width, size, self.length, self.classes)
 
 
@@ -116,7 +123,7 @@ class Inverter:
     """
 
     manifest: Manifest
-    network: Network
+    network: Network | LayeredNetwork
     scaling: Scaling
 
     @torch.no_grad()
@@ -129,7 +136,7 @@ class Inverter:
         refuse_misfit(self.manifest.target, seen)
         about = self.manifest
         device = next(iter(seen.tensors.values())).device
-        hash_ = Hash(sizes_of(about.target.tensors), about.bins, about.hash_seed, about.signed)
+        hash_ = Hash(sizes_of(about.target.tensors), about.bins, about.hash_seed, about.signed, about.apart)
         values = hash_(((n, seen.tensors[n][None].float()) for n in about.target.tensors), 1, device)
         mean, deviation = self.scaling.mean.to(device), self.scaling.deviation.to(device)
         logits = self.network.to(device)(Scaling(mean, deviation)(values))[0]
@@ -294,9 +301,9 @@ def read_tensors(
     return tensors, Scaling(tensors.pop("mean"), tensors.pop("deviation"))
 
 
-def with_weights(shape: NetworkShape, tensors: Mapping[str, Tensor]) -> Network:
+def with_weights(shape: NetworkShape | LayeredShape, tensors: Mapping[str, Tensor]) -> Network | LayeredNetwork:
     """Return a network of given weights, in evaluation."""
-    network = Network(shape)
+    network = LayeredNetwork(shape) if isinstance(shape, LayeredShape) else Network(shape)
     network.load_state_dict(dict(tensors), assign=True)
     return network.requires_grad_(False).eval()
 

@@ -34,6 +34,19 @@ class Public:
         return Public(self.ids[rows], self.mask[rows], None if self.labels is None else self.labels[rows], self.where)
 
 
+def drawn_like(texts: Public, count: int, rng: torch.Generator) -> Public:
+    """Return texts of tokens drawn one by one from some texts' unigram distribution, with lengths and labels of theirs.
+
+    Source: LTI, section 3.3 (LTI-P).
+    """
+    rows = torch.randint(len(texts), (count,), generator=rng).to(texts.ids.device)
+    like = texts.take(rows)
+    frequency = torch.bincount(texts.ids[texts.mask].cpu()).double()
+    drawn = torch.multinomial(frequency, like.ids.numel(), replacement=True, generator=rng)
+    ids = torch.where(like.mask, drawn.view_as(like.ids).to(like.ids), like.ids)
+    return Public(ids, like.mask, like.labels, like.where)
+
+
 @dataclass(frozen=True)
 class Part:
     """One view's tensors of n simulated updates.

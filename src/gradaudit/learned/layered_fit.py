@@ -1,0 +1,194 @@
+"""Fitting a reader by layers: a linear guess first, then a network on guesses of updates it was not fitted to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradaudit.errors import BadInputError
+from gradaudit.learned.features import hashed, noised, scaling_of, sizes_of
+from gradaudit.learned.hashing import Hash
+from gradaudit.learned.inverter import Inverter, Target, new_manifest
+from gradaudit.learned.layers import LayeredNetwork, LayeredShape, Reader
+from gradaudit.learned.network import hits, loss_of
+from gradaudit.learned.plan import Plan
+from gradaudit.learned.ridge import fit_ridge
+from gradaudit.learned.simulated import Public, Simulation, drawn_like
+from gradaudit.learned.training import Recipe, train
+from gradaudit.learned.words import begin_with_words, classes_of, word_vectors
+from gradaudit.models.base import TextModel
+from gradaudit.progress import step as progressed
+from gradaudit.streams import stream
+
+_AT_ONCE = 256
+"""Updates that are simulated together."""
+_LARGEST = 1 << 33
+"""Bytes of the linear guess and of the updates it is fitted to at most."""
+_RATE = 1e-3
+"""Adam's where none is given."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What is told of each position of some updates, and the right classes.
+
+    Args:
+        told: [n, T, width + rows].
+        classes: [n, 1, T].
+    """
+
+    told: Tensor
+    classes: Tensor
+
+
+def fit_by_layers(
+    simulation: Simulation,
+    shown: Public,
+    held_out: Public,
+    target: Target,
+    model: TextModel,
+    plan: Plan,
+    hash_seed: int,
+    about: Mapping[str, Any],
+    public: Public,
+    folder: Path | None,
+    seed: int,
+) -> Inverter:
+    """Return an inverter that reads by layers; see `fit_inverter`.
+
+    Args:
+        simulation, target, model, plan, about, folder: as there.
+        shown, held_out: the parts of the public text that are learned from and chosen by.
+        hash_seed: of the hash.
+        public: all of it.
+        seed: of weights, order and simulation.
+
+    Raises:
+        BadInputError: batches of several sentences, or a linear guess that does not fit into memory.
+    """
+    if target.batch_size > 1:
+        raise BadInputError(
+            "attack 'lti': learner = \"layers\" reads one sentence by its positions; several share them: use learner = "
+            '"network"'
+        )
+    length, vocabulary, device = public.ids.shape[1], model.vocabulary_size, public.ids.device
+    known = word_vectors(model, plan.width)
+    apart = _position_rows(model, target, length)
+    own = apart[2] if apart is not None else 0
+    inputs = plan.bins + own
+    few = min(plan.references, len(shown))
+    width = known.shape[1]
+    if 4 * inputs * (few + length * width) > _LARGEST:
+        raise BadInputError(
+            f"attack 'lti': {inputs} inputs for {few} references and {length} positions do not fit into memory; lower "
+            "share, references or width"
+        )
+    ends = not bool(public.mask.all())
+    hash_ = Hash(sizes_of(target.tensors), inputs, hash_seed, plan.signed, apart)
+    shape = LayeredShape(inputs, own // length, plan.bottleneck, width, length, vocabulary + ends)
+    network = LayeredNetwork(shape, stream(seed, "weights"))
+    network.reader.to(device)
+
+    def features(texts: Public, *what: str | int) -> Tensor:
+        return noised(hashed(simulation, hash_, texts, 1, stream(seed, *what)), hash_, stream(seed, "noise", *what))
+
+    texts = drawn_like(shown, len(shown), stream(seed, "drawn")) if plan.pseudo else shown
+    first = torch.empty(few, inputs, device=device)
+    for start in range(0, few, _AT_ONCE):
+        rows = torch.arange(start, min(start + _AT_ONCE, few))
+        first[start : start + _AT_ONCE] = features(texts.take(rows.to(device)), "shown", start)
+        progressed("lti: simulating updates", int(rows[-1]) + 1, len(texts))
+    scaling = scaling_of(first)
+    first.sub_(scaling.mean).div_(scaling.deviation)
+    wanted = torch.cat([known, known.new_zeros(1, width)])[classes_of(texts, vocabulary, 1)[:few]].flatten(1)
+    last = network.told(wanted, first).half()
+    ridge = fit_ridge(first, wanted)  # scales its inputs
+    last[..., :width] = ridge.left_out.view(few, length, width).half()
+    del first
+    network.set_linear(ridge.weights, ridge.offset)
+
+    def told_of(texts: Public, start: int, stop: int, what: str) -> Tensor:
+        found = scaling(features(texts.take(torch.arange(start, stop, device=device)), what, start))
+        return network.told(network.linear(found), found).half()
+
+    def every(texts: Public, start: int, what: str, done: list[Tensor]) -> _Told:
+        for at in range(start, len(texts), _AT_ONCE):
+            stop = min(at + _AT_ONCE, len(texts))
+            done.append(told_of(texts, at, stop, what))
+            if what == "shown":
+                progressed("lti: simulating updates", stop, len(texts))
+        return _Told(torch.cat(done), classes_of(texts, vocabulary, 1))
+
+    with torch.no_grad():
+        learned = every(texts, few, "shown", [last])
+        checked = every(held_out, 0, "validation", [])
+    begin_with_words(network.reader.shared, known, texts)
+    found, right = _train(network.reader, learned, checked, plan, folder, seed)
+    manifest = new_manifest(
+        learner="layers",
+        target=target,
+        bins=inputs,
+        hash_seed=hash_seed,
+        signed=plan.signed,
+        apart=apart,
+        bottleneck=plan.bottleneck,
+        width=width,
+        length=length,
+        classes=shape.classes,
+        vocabulary=vocabulary,
+        ends=ends,
+        attack=dict(about),
+        public=public.where,
+        texts=len(public),
+        steps=found,
+        accuracy=right,
+    )
+    return Inverter(manifest, network.requires_grad_(False).eval(), scaling)
+
+
+def _train(
+    reader: Reader, learned: _Told, checked: _Told, plan: Plan, folder: Path | None, seed: int
+) -> tuple[int, float]:
+    """Train a reader in place and return the steps taken and its accuracy on held-out public text."""
+    each = -(-len(learned.told) // plan.batch)
+    steps = plan.epochs * each
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        epoch, place = divmod(step, each)
+        order = torch.randperm(len(learned.told), generator=stream(seed, "order", epoch))
+        rows = order[place * plan.batch : (place + 1) * plan.batch].to(learned.told.device)
+        return learned.told[rows].float(), learned.classes[rows]
+
+    def validate(reader: Reader) -> float:
+        return accuracy(reader, checked.told, checked.classes)
+
+    every = max(1, min(steps // 20, 500))
+    recipe = Recipe(steps, plan.learning_rate or _RATE, plan.decay, every, plan.patience)
+    checkpoint = None if folder is None else folder / "checkpoint.safetensors"
+    found = train(reader, batch, validate, recipe, checkpoint, "lti: training", loss_of)
+    return found.steps, found.score
+
+
+@torch.no_grad()
+def accuracy(reader: nn.Module, told: Tensor, classes: Tensor) -> float:
+    """Return the share (0 to 100) of positions read right."""
+    right = 0.0
+    for start in range(0, len(told), 64):
+        some = slice(start, start + 64)
+        right += hits(reader(told[some].float()), classes[some]) * len(told[some])
+    return right / len(told)
+
+
+def _position_rows(model: TextModel, target: Target, length: int) -> tuple[str, int, int] | None:
+    """Return the view of the position table's gradient, and where in it the rows of a sentence's positions lie."""
+    for name in model.group("position"):
+        if name in target.tensors:
+            rows, width = target.tensors[name]
+            if model.first_position_row + length <= rows:
+                return name, model.first_position_row * width, length * width
+    return None
