@@ -37,6 +37,20 @@ def test_topk_keeps_the_largest_and_nothing_else(keep: float):
         assert float(whole[kept].abs().min()) >= float(whole[~kept].abs().max())
 
 
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "ties"])
+@pytest.mark.parametrize("size", [10, 9_000, 150_000])
+def test_the_largest_are_found_whatever_a_sample_says(size: int, kind: str):
+    draw = torch.randn(1, size, generator=torch.Generator().manual_seed(size))
+    values = {"normal": draw, "heavy tails": draw.exp() ** 3 * draw.sign(), "ties": (3 * draw).round()}[kind]
+    for keep in (0.0005, 0.01, 0.1, 0.5, 0.999, 1.0):
+        out = build("defense", "topk", {"keep": keep}).on_many(values, RNG)
+        count = max(1, round(keep * size))
+        largest = values.abs().sort(descending=True).values[0, :count]
+        assert torch.equal(out.abs().sort(descending=True).values[0, :count], largest)
+        assert int((out != 0).sum()) == int((largest != 0).sum())
+        assert torch.equal(out[out != 0], values[out != 0])
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_integers_are_off_by_half_a_step_at_most(bits: int):
     out, whole = sent("quantize", bits=bits)["a"], TENSORS["a"]

@@ -213,6 +213,8 @@ class Client:
         seed = draw_seed(rng)
         apart = examples_of(self.model, batch, self.padding).apart(trained)
         chunks = list(apart.chunks(torch.arange(len(batch)), self._part_mode(seed, 0)))
+        if len(chunks) == 1:
+            return chunks[0]
         return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
     def _summed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -56,17 +56,29 @@ def mean_update(client: Client, batch: Batch, clients: int, rng: torch.Generator
     if found is not None:
         tensors, left = found, defenses
     else:
-        own: Mapping[str, Tensor] = each_update(bare, batch, several, stream(seed, "own"))
         first = next(n for n in range(len(defenses) + 1) if _by_mean(defenses[n:], several))
-        for place, defense in enumerate(defenses[: first - 1]):
-            own = defense.on_each(own, stream(seed, "defense", place))
-        tensors = defenses[first - 1].mean_of_each(own, stream(seed, "defense", first - 1))
-        left = defenses[first:]
+        parts = updates_by_parts(bare, batch, several, stream(seed, "own"))
+        tensors, left = _mean_of_parts(parts, defenses[:first], several, seed), defenses[first:]
     for place, defense in enumerate(left, len(defenses) - len(left)):
         noisy = defense.on_mean(tensors, several, stream(seed, "defense", place))
         assert noisy is not None
         tensors = noisy
     return replace(client, clients=several).made(tensors)
+
+
+def _mean_of_parts(
+    parts: Iterable[tuple[Tensor, Mapping[str, Tensor]]], defenses: list[UpdateDefense], clients: int, seed: int
+) -> dict[str, Tensor]:
+    """Return a draw of the mean of what clients send through defenses, made part by part so that few lie in memory."""
+    total: dict[str, Tensor] = {}
+    for number, (some, own) in enumerate(parts):
+        for place, defense in enumerate(defenses[:-1]):
+            own = defense.on_each(own, stream(seed, "defense", place, number))
+        sent = defenses[-1].mean_of_each(own, stream(seed, "defense", len(defenses) - 1, number))
+        for name, value in sent.items():
+            value *= len(some) / clients
+            total[name] = total[name].add_(value) if name in total else value
+    return total
 
 
 def _by_mean(defenses: list[UpdateDefense], clients: int) -> bool:
@@ -94,7 +106,16 @@ def _rows(batch: Batch, rows: Tensor) -> Batch:
 
 
 def each_update(client: Client, batch: Private, clients: int, rng: torch.Generator) -> dict[str, Tensor]:
-    """Return the update of each of several clients, [clients, ...] by parameter name.
+    """Return the update of each of several clients, [clients, ...] by parameter name; see `updates_by_parts`."""
+    parts = list(updates_by_parts(client, batch, clients, rng))
+    back = torch.cat([numbers for numbers, _ in parts]).argsort().to(client.model.device)
+    return {name: torch.cat([own[name] for _, own in parts])[back] for name in parts[0][1]}
+
+
+def updates_by_parts(
+    client: Client, batch: Private, clients: int, rng: torch.Generator
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield the updates of several clients, some clients at a time: their numbers [n] and tensors [n, ...] by name.
 
     Args:
         client: one of them.
@@ -110,14 +131,13 @@ def each_update(client: Client, batch: Private, clients: int, rng: torch.Generat
     size, seed = len(batch) // clients, draw_seed(rng)
     plain = client.training.optimizer == "none" and all(isinstance(d, ModelDefense) for d in client.defenses)
     if size >= _ALONE or not plain or not isinstance(batch, Batch) or batch.labels is None:
-        own = (batch.part(slice(n * size, (n + 1) * size)) for n in range(clients))
-        every = [client.update(part, stream(seed, "client", n)).tensors for n, part in enumerate(own)]
-        return {name: torch.stack([one[name] for one in every]) for name in every[0]}
-    order, parts = _by_length(batch)
-    some = [
-        client.example_gradients(_rows(batch, rows), stream(seed, "mean", n))
-        for n, rows in enumerate(order.chunk(parts))
-    ]
-    back = order.argsort().to(client.model.device)
-    found = {name: torch.cat([one[name] for one in some])[back] for name in some[0]}
-    return {name: value.view(clients, size, *value.shape[1:]).mean(1) for name, value in found.items()}
+        for n in range(clients):
+            sent = client.update(batch.part(slice(n * size, (n + 1) * size)), stream(seed, "client", n)).tensors
+            yield torch.tensor([n]), {name: value[None] for name, value in sent.items()}
+        return
+    order, parts = _by_length(batch) if size == 1 else (torch.arange(len(batch.ids)), 1)
+    for n, rows in enumerate(order.chunk(parts)):
+        found = client.example_gradients(_rows(batch, rows), stream(seed, "mean", n))
+        if size > 1:
+            found = {name: value.view(-1, size, *value.shape[1:]).mean(1) for name, value in found.items()}
+        yield rows[::size] // size, found

@@ -109,17 +109,26 @@ class UpdateDefense(Defense):
         return {name: torch.stack([one[name] for one in sent]) for name in several}
 
     def mean_of_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        """Return a draw of the mean of what several clients send; see `on_each`."""
+        """Return a draw of the mean of what several clients send, in tensors of its own; see `on_each`."""
         if not self.gaussian:
-            return {name: value.mean(0) for name, value in self.on_each(several, rng).items()}
+            return {name: mean_of(value) for name, value in self.on_each(several, rng).items()}
         out = {}
         for name, value in several.items():
             base, deviations = self.before_noise(value)
             # independent noises: variances add up
             size = float(deviations.square().sum().sqrt()) / len(value)
             noise = torch.randn(value.shape[1:], generator=rng, dtype=value.dtype).to(value.device)
-            out[name] = base.mean(0) + size * noise
+            out[name] = mean_of(base).add_(noise, alpha=size)
         return out
+
+
+def mean_of(values: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the mean of tensors [n, ...] over the first axis, each times its own weight [n] where there are some.
+
+    As one product: several times faster than a sum over the axis that is farthest apart in memory.
+    """
+    factors = torch.ones(len(values)).to(values) if weights is None else weights.to(values)
+    return ((factors / len(values)) @ values.flatten(1)).view(values.shape[1:])
 
 
 def by_update(values: Tensor, like: Tensor) -> Tensor:

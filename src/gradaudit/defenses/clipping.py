@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import UpdateDefense, above_zero
+from gradaudit.defenses.base import UpdateDefense, above_zero, by_update, mean_of
 from gradaudit.registry import hyper, register
 
 
@@ -42,13 +42,19 @@ class Clip(UpdateDefense):
         }
 
     def on_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        return {name: value * by_update(factor, value) for name, (value, factor) in self._factors(several).items()}
+
+    def mean_of_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        return {name: mean_of(value, factor) for name, (value, factor) in self._factors(several).items()}
+
+    def _factors(self, several: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return each tensor of several updates with the factors [n] that clip it."""
         norms = {name: torch.linalg.vector_norm(value.flatten(1), dim=1) for name, value in several.items()}
         whole = torch.stack(list(norms.values())).square().sum(0).sqrt()
         out = {}
         for name, value in several.items():
             norm = norms[name] if self.per_tensor else whole
-            factor = (self.norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
-            out[name] = value * factor.view(-1, *[1] * (value.dim() - 1))
+            out[name] = value, (self.norm / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
         return out
 
     def _factor(self, norm: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -57,25 +58,46 @@ class TopK(UpdateDefense):
         count = max(1, round(self.keep * flat.shape[1]))
         kept = torch.zeros_like(flat)
         for row, out in zip(flat, kept, strict=True):
-            chosen = _largest(row.abs(), count)
-            out[chosen] = row[chosen]
+            sent = _largest(row.abs(), count)
+            if sent.dtype == torch.bool:
+                torch.where(sent, row, out, out=out)
+            else:
+                out[sent] = row[sent]
         return kept.view_as(values)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` largest of [m] magnitudes; where few are sent, those a sample says may be."""
+    """Return which of [m] magnitudes are the `count` largest: their indices where they are few, else a mask [m].
+
+    A sample tells between which two magnitudes the smallest of them lies, and only what lies between is sorted.
+    """
     every = len(sizes) // _SAMPLED
-    if every >= 2 and 4 * count <= len(sizes):
+    if every >= 2:
         sample = sizes[::every]
-        floor = sample.topk(min(len(sample), 2 * count // every + 8)).values[-1]
-        maybe = (sizes >= floor).nonzero().flatten()
-        if len(maybe) >= count:  # no unlucky sample
-            return maybe[sizes[maybe].topk(count).indices]
+        place = count // every
+        around = 8 + 4 * math.isqrt(place)
+        floor = _th_largest(sample, min(len(sample), place + around))
+        if place <= around:
+            maybe = (sizes >= floor).nonzero().flatten()
+            if len(maybe) >= count:  # no unlucky sample
+                return maybe[sizes[maybe].topk(count, sorted=False).indices]
+        else:
+            sent = sizes > _th_largest(sample, place - around)
+            maybe = ((sizes >= floor) ^ sent).nonzero().flatten()
+            left = count - int(sent.count_nonzero())
+            if 0 <= left <= len(maybe):
+                sent[maybe[sizes[maybe].topk(left, sorted=False).indices]] = True
+                return sent
     # the smallest that is sent is found several times faster than all that are
-    least = sizes.kthvalue(len(sizes) - count + 1).values
+    least = _th_largest(sizes, count)
     sent = sizes > least
     sent[(sizes == least).nonzero().flatten()[: count - int(sent.sum())]] = True
-    return sent.nonzero().flatten()
+    return sent
+
+
+def _th_largest(sizes: Tensor, place: int) -> Tensor:
+    """Return the magnitude at a place, from 1, of the order from large to small."""
+    return sizes.kthvalue(len(sizes) - place + 1).values
 
 
 @register

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import UpdateDefense, above_zero, by_update
+from gradaudit.defenses.base import UpdateDefense, above_zero, by_update, mean_of
 from gradaudit.registry import hyper, register
 from gradaudit.streams import draw_seed
 
@@ -79,8 +79,21 @@ class NormalizedGaussian(UpdateDefense):
         return _noised(*self.before_noise(values), rng)
 
     def before_noise(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        norms = values.flatten(1).norm(dim=1).clamp_min(torch.finfo(values.dtype).tiny)
-        return values / by_update(norms, values), values.new_full((len(values),), self.sigma)
+        return values / by_update(self._norms(values), values), values.new_full((len(values),), self.sigma)
+
+    def mean_of_each(self, several: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
+        size = self.sigma / math.sqrt(len(next(iter(several.values()))))
+        return {
+            name: mean_of(value, 1 / self._norms(value)).add_(
+                torch.randn(value.shape[1:], generator=rng, dtype=value.dtype).to(value.device), alpha=size
+            )
+            for name, value in several.items()
+        }
+
+    @staticmethod
+    def _norms(values: Tensor) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(values.flatten(1), dim=1)
+        return norms.clamp_min(torch.finfo(values.dtype).tiny)
 
 
 @register
