@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gradaudit import audit
 from gradaudit.case import Case, parse_case
 from gradaudit.cli import app
+from gradaudit.data.frequencies import drawn_texts
 from gradaudit.data.windows import apart, windows
 from gradaudit.errors import BadInputError
 from gradaudit.fitting import INVERTERS
 from gradaudit.learned import training
 from gradaudit.learned.inverter import MANIFEST
+from gradaudit.learned.simulated import Public
 from gradaudit.record import Record, read_lines
 from made_data import rows_of
 from tiny_models import MADE_UP, sentences
@@ -184,3 +188,57 @@ def test_fit_makes_what_run_and_attack_take(folders, files, monkeypatch):
     records = list(read_lines(files / "used" / "records.jsonl", Record))
     assert [r.error for r in records] == [None, None]
     assert not (files / "used" / INVERTERS).exists()
+
+
+def test_an_attacker_without_text_draws_words_by_their_frequency(folders, files):
+    words = pytest.importorskip("wordfreq")
+    public = {"source": "words", "rows": 300}
+    ready = prepared(folders, files, public=public)
+    assert ready.public is not None
+    assert len(ready.public) == 300
+    assert ready.public.where == "words drawn by their frequency (wordfreq, en), windows of 4 tokens"
+    again, other = (
+        prepared(folders, files, public=public),
+        prepared(folders, files, public=public | {"shuffle_seed": 1}),
+    )
+    assert again.public is not None
+    assert other.public is not None
+    assert torch.equal(again.public.ids, ready.public.ids)
+    assert not torch.equal(other.public.ids, ready.public.ids)
+    drawn = " ".join(drawn_texts("en", 3000, 0)).split()
+    for word in ("the", "of", "people"):
+        share = words.word_frequency(word, "en") / 0.955  # of the words that are drawn
+        assert drawn.count(word) / len(drawn) == pytest.approx(share, abs=5 * (share / len(drawn)) ** 0.5)
+
+
+def test_words_get_labels_by_chance_where_a_model_needs_some(folders, files):
+    pytest.importorskip("wordfreq")
+    ready = audit.prepare(
+        parse_case({"model": f"random:{folders['bert']}", "public": {"source": "words", "rows": 400}, "attack": LTI}),
+        files,
+        audit.pick_device("cpu"),
+    )
+    assert ready.public is not None
+    assert isinstance(ready.public, Public)
+    assert ready.public.labels is not None
+    assert 150 < int(ready.public.labels.sum()) < 250
+
+
+def test_words_are_nobodys_data_and_no_images(folders, files, monkeypatch):
+    with pytest.raises(BadInputError, match=r"drawn by chance, nobody's data: it is for \[public\]"):
+        case(folders, data={"source": "words"})
+    with pytest.raises(BadInputError, match="no words of language 'tlh'; it has ar, bg"):
+        prepared(folders, files, public={"source": "words", "language": "tlh"})
+    images = {"task": "image-classification", "model": "lenet", "attack": {"name": "ig"}, "public": {"source": "words"}}
+    with pytest.raises(BadInputError, match="words are no images"):
+        audit.prepare(parse_case(images), files, audit.pick_device("cpu"))
+    monkeypatch.setitem(sys.modules, "wordfreq", None)
+    with pytest.raises(BadInputError, match=r"pip install 'gradaudit\[words\]'"):
+        prepared(folders, files, public={"source": "words"})
+
+
+def test_ids_of_cases_with_public_text_are_what_they_were(folders):
+    one, other = case(folders), case(folders, public={"path": "public.txt", "language": "de"})
+    assert one.content_hash() == other.content_hash(), "the language says nothing without words"
+    drawn = [case(folders, public={"source": "words", "language": code}).content_hash() for code in ("en", "de")]
+    assert drawn[0] != drawn[1]

@@ -199,6 +199,8 @@ class Case(_Table):
         for table in ("data", "public"):
             if table in data and data[table]["image"] == "image":
                 del data[table]["image"]  # the same
+        if "public" in data and data["public"]["source"] != "words":
+            del data["public"]["language"]  # the same
         if data["client"]["padding"] == "right":
             del data["client"]["padding"]  # the same
         if data["client"]["clients"] == 1:

@@ -67,6 +67,12 @@ def public_text(
         raise BadInputError(f"[public] {rows.where} has no row that is in no audited batch; give other text")
     labels = None
     if model.spec.task == "classification":
+        if spec.source == "words":
+            # nobody's labels: as good a guess as any
+            drawn = torch.randint(
+                model.spec.labels, (len(rows.texts),), generator=stream(spec.shuffle_seed or 0, "labels")
+            )
+            rows = replace(rows, labels=tuple(drawn.tolist()))
         if rows.labels is None:
             raise BadInputError('task "classification" needs labels of the public text too: set label in [public]')
         labels = [rows.labels[n] for n in kept]

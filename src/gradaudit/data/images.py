@@ -76,6 +76,8 @@ def load_images(spec: SourceSpec, base: Path) -> ImageRows:
     if spec.hub is not None:
         table, declared = hub_table(spec.hub, spec, label, spec.image)
         return _of_table(table, spec.image, label, declared)
+    if spec.source == "words":
+        raise BadInputError('words are no images: give [public] a path or a hub id, or source = "digits"')
     if spec.path is None:
         return _digits()
     place = _find(spec.path, base)

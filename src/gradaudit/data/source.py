@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gradaudit.data.columns import labels_of, pick, texts_of
+from gradaudit.data.frequencies import drawn_texts
 from gradaudit.data.tables import Table, decoded, jsonl, parquet, row_place, separated
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
@@ -27,6 +28,10 @@ ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".txt", ".tokens")
 """The file endings `load_rows` reads."""
 
 
+_DRAWN = 20_000
+"""Texts of words drawn by their frequency."""
+
+
 # strict, so that True is not taken for column 1
 ColumnNumber = Annotated[int, Field(strict=True, ge=0)]
 
@@ -36,9 +41,10 @@ class SourceSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["sample", "digits"] | None = Field(
+    source: Literal["sample", "digits", "words"] | None = Field(
         default=None,
-        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub',
+        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub; "words", in '
+        "[public] only, for words drawn by their frequency (gradaudit[words])",
     )
     path: str | None = Field(
         default=None,
@@ -98,13 +104,22 @@ class DataSpec(SourceSpec):
         description="cut the rows, joined, into windows of so many tokens, without special tokens; task causal-lm",
     )
 
+    @model_validator(mode="after")
+    def _real(self) -> Self:
+        if self.source == "words":
+            raise ValueError('source = "words" is drawn by chance, nobody\'s data: it is for [public]')
+        return self
+
 
 class PublicSpec(SourceSpec):
     """[public]: what the attacker has, for attacks that learn; none of it is in an audited batch."""
 
     rows: int | None = Field(
-        default=None, ge=1, description="at most so many rows, windows or images; all when not set"
+        default=None,
+        ge=1,
+        description="at most so many rows, windows or images; all when not set (20,000 words' texts)",
     )
+    language: str = Field(default="en", min_length=1, description='of source = "words": a code, as "en" or "de"')
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,11 @@ def load_rows(spec: SourceSpec, base: Path) -> Rows:
         return _rows(table, spec.text, spec.label, declared, None)
     if spec.source == "digits":
         raise BadInputError('source = "digits" has images: set task = "image-classification", or leave source away')
+    if spec.source == "words":
+        assert isinstance(spec, PublicSpec)  # others refuse it
+        texts = drawn_texts(spec.language, _DRAWN, spec.shuffle_seed or 0)
+        where = f"words drawn by their frequency (wordfreq, {spec.language})"
+        return Rows(texts, None, (), where, hashlib.sha256("\n".join(texts).encode()).hexdigest())
     if spec.path is None:
         data = SAMPLE.read_bytes()
         label = "label" if spec.label is None else spec.label
