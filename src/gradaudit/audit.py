@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 import gradaudit
+from gradaudit.accounting.promised import promised
 from gradaudit.arithmetic import multiplied_by
 from gradaudit.attacks.base import Attack
 from gradaudit.attempt import attempt
@@ -36,7 +37,7 @@ from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
 from gradaudit.one_writer import only_writer
 from gradaudit.record import Pictures, Record, RunInfo, Texts, append_line, finite, read_lines
-from gradaudit.registry import build
+from gradaudit.registry import build, describe
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Observation, Update
@@ -399,8 +400,17 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
         },
         device=str(ready.device),
         settings=settings if settings is not None else {case.setting(): describe_client(case)},
+        promises=_promises(ready),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _promises(ready: Prepared | PreparedImages) -> dict[str, str]:
+    client, case = ready.client, ready.case
+    said = promised(
+        [describe(d) for d in client.defenses], client.training.steps(case.data.batch_size), len(client.trained())
+    )
+    return {} if said is None else {case.setting(): said}
 
 
 def write_info(out: Path, info: RunInfo) -> None:

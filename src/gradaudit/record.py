@@ -268,6 +268,7 @@ class RunInfo(_Plain):
         versions: python, torch, transformers, numpy, and which library makes float32 products.
         device: where it ran.
         settings: for each setting's name, one line of what the client did.
+        promises: for settings with defenses, what these promise for one update; older runs have none.
         made: date and time, ISO.
     """
 
@@ -279,6 +280,7 @@ class RunInfo(_Plain):
     versions: dict[str, str]
     device: str
     settings: dict[str, str]
+    promises: dict[str, str] = {}
     made: str
 
 
