@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import gradaudit.sweep
 import tiny_models
 from gradaudit import audit
 from gradaudit.case import load_case
@@ -116,6 +117,20 @@ def test_a_point_that_cannot_be_run_does_not_stop_the_others(sweep: Path, tmp_pa
     assert [row["exact mean"] != "" for row in rows] == [True, False, True, False]
     sweep.write_text(sweep.read_text().replace('["right", "left"]', '["left"]'))
     assert RUN.invoke(app, ["sweep", str(sweep), "--out", str(tmp_path / "none")]).exit_code == 3
+
+
+def test_data_is_read_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):
+    read: list[str | None] = []
+    original = gradaudit.sweep.load_rows
+    monkeypatch.setattr(
+        gradaudit.sweep, "load_rows", lambda spec, base: (read.append(spec.path), original(spec, base))[1]
+    )
+    monkeypatch.setattr(audit, "load_rows", lambda *_: pytest.fail("read again"))
+    points = load_sweep(sweep)
+    results = list(run_sweep(points, sweep.parent, tmp_path / "out", CPU))
+    assert len(results) == len(points.points) > 1
+    assert all(r.summary is not None for r in results)
+    assert len(read) == 1
 
 
 def test_the_model_is_loaded_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):

@@ -89,7 +89,9 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> Prepared | PreparedImages:
+def prepare(
+    case: Case, base: Path, device: torch.device, loaded: Model | None = None, read: Rows | None = None
+) -> Prepared | PreparedImages:
     """Load what a case names and check that it fits together, before any batch runs.
 
     Args:
@@ -97,6 +99,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None =
         base: folder that relative data paths start from.
         device: where the model goes.
         loaded: a model that is already at hand with this case's spec.
+        read: the rows of its text source, where they are already at hand.
 
     Raises:
         BadInputError: data, model or selection that cannot be used.
@@ -110,13 +113,15 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None =
         )
     if case.task == "image-classification":
         return prepare_images(case, base, device, loaded)
-    return prepare_text(case, base, device, loaded)
+    return prepare_text(case, base, device, loaded, read)
 
 
-def prepare_text(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> Prepared:
+def prepare_text(
+    case: Case, base: Path, device: torch.device, loaded: Model | None = None, read: Rows | None = None
+) -> Prepared:
     """Load what a case of text names; see `prepare`."""
     attack = case.build_attack()
-    rows = load_rows(case.data, base)
+    rows = load_rows(case.data, base) if read is None else read
     if case.task == "classification" and rows.labels is None:
         raise BadInputError('task "classification" needs a label column: set label in [data]')
     window = case.data.window

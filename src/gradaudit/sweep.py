@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from gradaudit import audit
 from gradaudit.audit_images import PreparedImages
 from gradaudit.case import Case, case_data, parse_case
+from gradaudit.data.source import Rows, load_rows
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
 from gradaudit.fitting import INVERTERS
 from gradaudit.leakage.compiled import asked as compile_steps
@@ -211,10 +212,37 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: i
         yield result
 
 
+class _Held:
+    """The last model and the last data that a process read: most points of a sweep share them."""
+
+    def __init__(self) -> None:
+        self._model: tuple[str, Model] | None = None
+        self._rows: tuple[str, Rows] | None = None
+
+    def prepared(self, case: Case, base: Path, device: torch.device) -> audit.Prepared | PreparedImages:
+        """Return `audit.prepare`'s result; what it raises, it raises."""
+        source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed", "window"})
+        data = json.dumps([source, str(base)], default=str)
+        whose = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, str(device), data], default=str)
+        # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
+        model = self._model[1] if self._model is not None and self._model[0] == whose and case.lora is None else None
+        rows = self._rows[1] if self._rows is not None and self._rows[0] == data else None
+        if rows is None and case.task != "image-classification":
+            self._rows = (data, rows := load_rows(case.data, base))
+        ready = audit.prepare(case, base, device, model, rows)
+        if case.lora is None:
+            self._model = (whose, ready.model)
+        return ready
+
+
+_HELD = _Held()
+"""Of a process that runs points for another."""
+
+
 def _one_by_one(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iterator[tuple[int, Result]]:
-    loaded: dict[str, Model] = {}
+    held = _Held()
     for number, point in enumerate(sweep.points):
-        yield number, _run(point, sweep.utility, base, out, device, loaded)
+        yield number, _run(point, sweep.utility, base, out, device, held)
 
 
 def _shared(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int) -> Iterator[tuple[int, Result]]:
@@ -261,9 +289,8 @@ def _ready(parent: int, threads: int) -> None:
 def _run_some(
     points: Sequence[Point], cost: UtilityTable | None, base: Path, out: Path, device: torch.device, compiled: bool
 ) -> list[Result]:
-    loaded: dict[str, Model] = {}
     with compiling(compiled):
-        return [_run(point, cost, base, out, device, loaded) for point in points]
+        return [_run(point, cost, base, out, device, _HELD) for point in points]
 
 
 def _run(
@@ -272,18 +299,12 @@ def _run(
     base: Path,
     out: Path,
     device: torch.device,
-    loaded: dict[str, Model],
+    held: _Held,
 ) -> Result:
     records: list[Record] = []
     case = point.case
-    # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
-    source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed"})
-    key = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, source], default=str)
     try:
-        ready = audit.prepare(case, base, device, loaded.get(key) if case.lora is None else None)
-        if case.lora is None:
-            loaded.clear()
-            loaded[key] = ready.model
+        ready = held.prepared(case, base, device)
         with learned_in(out / audit.LEARNED):  # points with the same public data learn once
             for record in audit.run(ready, out / case.content_hash(), inverters=out / INVERTERS):
                 records.append(record)
