@@ -45,9 +45,9 @@ def main() -> None:
     head = (
         "# Leakage and utility: MiniLM on CoLA, attention and head trained\n\n"
         f"`gradaudit sweep cases/sweeps/frontier-cola.toml --out {asked.sweep} --jobs 2`, then `{command()}` at "
-        f"{commit()}. Two batches a row, dropout on (0.1) where no defense changes it, labels and lengths given, attacks "
-        "told of the defense and run with small budgets (the case file says which). Utility: 1,000 rounds of 16 "
-        "sentences, 500 test rows; its interval is over the test rows."
+        f"{commit()}. Two batches a row, dropout on (0.1) where no defense changes it, labels and lengths given, "
+        "attacks told of the defense and run with small budgets (the case file says which). Utility: 1,000 rounds of "
+        "16 sentences, 500 test rows; its interval is over the test rows."
     )
     write_table(asked.write, head, "\n".join(parts).rstrip())
 
