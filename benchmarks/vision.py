@@ -2,7 +2,8 @@
 
     python benchmarks/vision.py defenses sizes shift --data ../shared/data/cifar10_jpeg --images 10
 
-Groups: `defenses` (all attacks), `sizes` and `shift` (LTI by number and kind of public images). Private images are from
+Groups: `defenses` (all attacks), `sizes` and `shift` (LTI by number and kind of public images), `speed` (simulated
+updates a second, one by one and many at a time). Private images are from
 test.parquet, public ones from train.parquet (in the papers' draw). A cell that is finished is read and not run again.
 Seconds are of one image; fitting is told apart.
 """
@@ -21,10 +22,15 @@ from pyarrow import parquet
 from tables import command, commit, write_table
 
 from gradaudit.audit import prepare, run
-from gradaudit.case import parse_case
+from gradaudit.audit_images import PreparedImages
+from gradaudit.case import Case, parse_case
+from gradaudit.fitting import simulation_of
 from gradaudit.metrics.summary import summarize
 from gradaudit.process import ready_process
 from gradaudit.record import Summary
+from gradaudit.simulate_images import ImageSimulation
+from gradaudit.streams import stream
+from gradaudit.types import ImageBatch
 
 DEFENSES = {
     "none": [],
@@ -67,9 +73,9 @@ class Data:
     seed: int | None = 101
 
 
-def cell(data: Data, attack: str, defense: str, out: Path) -> tuple[Summary, float]:
-    """Run one cell and return its scores and the seconds spent on learning."""
-    case = parse_case(
+def case_of(data: Data, attack: str, defense: str) -> Case:
+    """Return the case of a cell."""
+    return parse_case(
         {
             "model": "lenet",
             "task": "image-classification",
@@ -80,6 +86,11 @@ def cell(data: Data, attack: str, defense: str, out: Path) -> tuple[Summary, flo
             "metrics": {"diagnose": False},
         }
     )
+
+
+def cell(data: Data, attack: str, defense: str, out: Path) -> tuple[Summary, float]:
+    """Run one cell and return its scores and the seconds spent on learning."""
+    case = case_of(data, attack, defense)
     ready = prepare(case, Path.cwd(), torch.device("cpu"))
     began = time.perf_counter()
     folder = out / case.content_hash()
@@ -138,6 +149,34 @@ def shift(asked: argparse.Namespace) -> None:
         _write(asked, "shift.md", head, ["beta", *DEFENSES, "blind MSE"], rows)
 
 
+def speed(asked: argparse.Namespace) -> None:
+    """Simulate the same updates one by one and many at a time; seconds are the best of three turns."""
+    rows = []
+    for name in DEFENSES:
+        data = Data(asked.data / "test.parquet", asked.data / "train.parquet", 1, 512, None)
+        ready = prepare(case_of(data, "lti-kernel", name), Path.cwd(), torch.device("cpu"))
+        assert isinstance(ready, PreparedImages)
+        assert ready.public is not None
+        images, labels = ready.public.images[:, None], ready.public.labels[:, None]
+        simulation = simulation_of(ready.client, ready.selection)
+        assert isinstance(simulation, ImageSimulation)
+        rates = []
+        for together in (False, True):
+            best = float("inf")
+            for turn in range(3):
+                began = time.perf_counter()
+                if together:
+                    simulation(images, labels, stream(turn, "speed"))
+                else:
+                    for n in range(len(images)):
+                        ready.client.update(ImageBatch(images[n], labels[n]), stream(turn, "speed", n))
+                best = min(best, (time.perf_counter() - began) / len(images))
+            rates.append(1 / best)
+        rows.append([name, f"{rates[0]:.0f}", f"{rates[1]:.0f}", f"{rates[1] / rates[0]:.1f}"])
+        about = f"512 updates of LeNet, B = 1, {torch.get_num_threads()} thread(s); the best of three turns."
+        _write(asked, "speed.md", "updates a second", ["defense", "one by one", "together", "times"], rows, about)
+
+
 def _of_classes(source: Path, place: Path, counts: dict[bool, int]) -> Path:
     """Write the first images of the private classes (True), then those of the others, into a file of their own."""
     table = parquet.read_table(source)
@@ -151,7 +190,7 @@ def _of_classes(source: Path, place: Path, counts: dict[bool, int]) -> Path:
 def main() -> None:
     """Run the groups that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = {one.__name__: one for one in (defenses, sizes, shift)}
+    groups = {one.__name__: one for one in (defenses, sizes, shift, speed)}
     parser.add_argument("groups", nargs="+", choices=groups)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
     parser.add_argument("--images", type=int, default=10, help="private images a cell")
@@ -171,14 +210,16 @@ def _mse(found: Summary) -> str:
     return f"{mse.mean:.4f}{interval}"
 
 
-def _write(asked: argparse.Namespace, name: str, title: str, heads: list[str], rows: list[list[str]]) -> None:
+def _write(
+    asked: argparse.Namespace, name: str, title: str, heads: list[str], rows: list[list[str]], about: str = ""
+) -> None:
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
-    head = (
-        f"# Images under defenses: {title}\n\n`{command()}` at {commit()}. {asked.images} private images a cell. The "
-        "attacker is given the batch size, the defenses and public images (`blind` is their mean), not the labels. MSE "
-        "of pixels in 0 to 1, lower is more leakage; in brackets the 95% interval over images. Published: LTI, arXiv "
-        "2210.10880, 50,000 auxiliary images."
+    about = about or (
+        f"{asked.images} private images a cell. The attacker is given the batch size, the defenses and public images "
+        "(`blind` is their mean), not the labels. MSE of pixels in 0 to 1, lower is more leakage; in brackets the 95% "
+        "interval over images. Published: LTI, arXiv 2210.10880, 50,000 auxiliary images."
     )
+    head = f"# Images under defenses: {title}\n\n`{command()}` at {commit()}. {about}"
     write_table(asked.write / name, head, "\n".join(lines))
 
 
