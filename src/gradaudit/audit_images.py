@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,10 +15,11 @@ from gradaudit.case import Case
 from gradaudit.case_client import check_counters, client_of, earlier_numbers
 from gradaudit.client import Client, observation
 from gradaudit.data.images import ImageRows, load_images, public_images
-from gradaudit.data.source import draw_numbers
+from gradaudit.data.source import draw_numbers, found_file
 from gradaudit.error_feedback import after_rounds
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.judge_images import diagnose_images, image_flags, judge_images
+from gradaudit.metrics.perceptual import Perceptual, load_perceptual
 from gradaudit.models.base import Model, ModelSpec
 from gradaudit.models.images import ImageModel, load_image_model
 from gradaudit.record import Pictures, Record, finite
@@ -40,6 +42,7 @@ class PreparedImages:
     attack: Attack[ImageModel]
     device: torch.device
     public: PublicImages | None
+    perceptual: Perceptual | None = None
 
 
 def prepare_images(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> PreparedImages:
@@ -79,7 +82,9 @@ def prepare_images(case: Case, base: Path, device: torch.device, loaded: Model |
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
     earlier = earlier_numbers(case, client, len(rows), batches)
     client = after_rounds(client, (rows.batch(some) for some in earlier), stream(case.seed, "earlier rounds"))
-    return PreparedImages(case, model, rows, batches, client, selection, attack, device, public)
+    weights = case.metrics.lpips
+    perceptual = None if weights is None else load_perceptual(found_file(weights, base))
+    return PreparedImages(case, model, rows, batches, client, selection, attack, device, public, perceptual)
 
 
 def sent_images(ready: PreparedImages, batch: ImageBatch, index: int) -> tuple[Update, Observation[ImageModel]]:
@@ -100,10 +105,11 @@ def audit_images(ready: PreparedImages, index: int) -> tuple[Record, Pictures]:
     batch = ready.rows.batch(ready.batches[index])
     update, seen = sent_images(ready, batch, index)
     blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
-    baseline = judge_images(batch, blind)
-    tried = attempt(attack, seen, stream(case.seed, "attack", index), lambda found: judge_images(batch, found))
+    own = partial(judge_images, batch, perceptual=ready.perceptual)
+    baseline = own(blind)
+    tried = attempt(attack, seen, stream(case.seed, "attack", index), own)
     found = tried.found
-    verdict = tried.verdict if tried.verdict is not None else judge_images(batch, Reconstruction())
+    verdict = tried.verdict if tried.verdict is not None else own(Reconstruction())
     diagnosis = None
     if case.metrics.diagnose and found is not None and tried.verdict is not None and attack.name != "blind":
         diagnosis = diagnose_images(model, batch, seen, found, verdict.alike)

@@ -100,6 +100,9 @@ class MetricsTable(_Table):
 
     published: tuple[str, ...] = Field(default=(), description="the papers' own scorings to show beside ours")
     diagnose: bool = Field(default=True, description="compare the matching loss at the truth and at the guess")
+    lpips: str | None = Field(
+        default=None, min_length=1, description="file of AlexNet's and LPIPS' weights (safetensors), for images"
+    )
 
     @field_validator("published")
     @classmethod
@@ -205,6 +208,8 @@ class Case(_Table):
             del data["client"]["padding"]  # the same
         if data["client"]["clients"] == 1:
             del data["client"]["clients"]  # the same
+        if data["metrics"]["lpips"] is None:
+            del data["metrics"]["lpips"]  # the same
         if data["loss"] == "cross-entropy":
             del data["loss"]  # the same
         if not data["knowledge"]["longest"]:

@@ -15,6 +15,7 @@ from gradaudit.client import Client
 from gradaudit.errors import BadInputError
 from gradaudit.judge import update_distance
 from gradaudit.metrics.images import ALIKE_DB, Scores, align_images, mean_scores
+from gradaudit.metrics.perceptual import Perceptual
 from gradaudit.models.images import ImageModel
 from gradaudit.record import Diagnosis, ImageMarks
 from gradaudit.types import ImageBatch, Observation, Reconstruction
@@ -38,15 +39,16 @@ class ImageJudgment:
     alike: bool
 
 
-def judge_images(batch: ImageBatch, found: Reconstruction) -> ImageJudgment:
+def judge_images(batch: ImageBatch, found: Reconstruction, perceptual: Perceptual | None = None) -> ImageJudgment:
     """Compare a reconstruction with the batch: aligned once, one to one; see `align_images` for what is missing.
 
     Args:
         batch: the truth.
         found: what the attack returned; an empty one scores as a failure.
+        perceptual: measures LPIPS; None for not at all.
     """
     originals = batch.images.cpu()
-    pairs = align_images(originals, None if found.images is None else found.images.cpu())
+    pairs = align_images(originals, None if found.images is None else found.images.cpu(), perceptual)
     marks = tuple(ImageMarks.model_validate({"found": p.guess is not None} | p.scores) for p in pairs)
     return ImageJudgment(
         scores=mean_scores(pairs),

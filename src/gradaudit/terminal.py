@@ -171,7 +171,9 @@ def _empty_table(row: Summary) -> Table:
     images = "mse" in row.scores
     said = "0 to 100; blind: ROUGE-L without any gradient; names: names and numbers found"
     if images:
-        said = "MSE of pixels in 0 to 1, PSNR in dB, LPIPS not measured; blind: MSE without any gradient"
+        lpips = row.scores.get("lpips")
+        unmeasured = ", LPIPS not measured" if lpips is None or lpips.mean is None else ""
+        said = f"MSE of pixels in 0 to 1, PSNR in dB{unmeasured}; blind: MSE without any gradient"
     table = Table(
         title=f"[bold]{escape(row.setting)}[/bold], {batches}",
         title_justify="left",

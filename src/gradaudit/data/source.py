@@ -172,7 +172,7 @@ def load_rows(spec: SourceSpec, base: Path) -> Rows:
         data = SAMPLE.read_bytes()
         label = "label" if spec.label is None else spec.label
         return _rows(jsonl(data, "the embedded sample"), spec.text, label, (), data)
-    file = _find(spec.path, base)
+    file = found_file(spec.path, base)
     ending = file.suffix.lower()
     if ending not in ENDINGS:
         shown = f"the ending '{ending}'" if ending else "no ending"
@@ -289,7 +289,12 @@ def make_batch(
     )
 
 
-def _find(path: str, base: Path) -> Path:
+def found_file(path: str, base: Path) -> Path:
+    """Return the file of a path, from a folder (the case file's) or else from the current one.
+
+    Raises:
+        BadInputError: there is none, or it is a folder.
+    """
     try:
         wanted = Path(path).expanduser()
         for folder in (base, Path()):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradaudit.errors import BadInputError
 from gradaudit.metrics.align import assign
+from gradaudit.metrics.perceptual import Perceptual
 
 Scores = dict[str, float | None]
 
@@ -25,7 +26,7 @@ IMAGE_METRICS: dict[str, str] = {
     "mse": "images: mean squared error of pixels in 0 to 1; lower means that more leaked",
     "psnr": "images: peak signal-to-noise ratio in dB, at most 100, mean over images",
     "ssim": "images: structural similarity, 1 for equal images, Gaussian window of 11 pixels, edges mirrored",
-    "lpips": "images: perceptual distance; not measured yet, its weights come with no package (recorded as null)",
+    "lpips": "images: perceptual distance, lower means that more leaked; null without its weights ([metrics] lpips)",
 }
 
 
@@ -38,7 +39,7 @@ class ImagePair:
     scores: Scores
 
 
-def align_images(originals: Tensor, guesses: Tensor | None) -> list[ImagePair]:
+def align_images(originals: Tensor, guesses: Tensor | None, perceptual: Perceptual | None = None) -> list[ImagePair]:
     """Return one pair an original: one to one, Hungarian on MSE.
 
     Where nothing was recovered, scores are those of the picture farthest from the original, each pixel black or white:
@@ -47,6 +48,7 @@ def align_images(originals: Tensor, guesses: Tensor | None) -> list[ImagePair]:
     Args:
         originals: [B, C, H, W] in 0 to 1.
         guesses: [n, C, H, W]; cut to 0 to 1; those with NaN are left out. None for nothing.
+        perceptual: measures LPIPS; None for not at all.
 
     Raises:
         BadInputError: guesses of another shape, or the extra `vision` is missing.
@@ -61,7 +63,7 @@ def align_images(originals: Tensor, guesses: Tensor | None) -> list[ImagePair]:
     pairing = assign([[-float(e) for e in row] for row in errors]) if len(found) else [None] * len(originals)
     given = [None if at is None else found[at] for at in pairing]
     shown = torch.stack([farthest(o) if g is None else g for o, g in zip(originals, given, strict=True)])
-    table = image_scores(originals, shown)
+    table = image_scores(originals, shown, perceptual)
     return [ImagePair(o, g, s) for o, g, s in zip(originals, given, table, strict=True)]
 
 
@@ -70,19 +72,20 @@ def farthest(original: Tensor) -> Tensor:
     return (original < 0.5).to(original)
 
 
-def image_scores(originals: Tensor, guesses: Tensor) -> list[Scores]:
+def image_scores(originals: Tensor, guesses: Tensor, perceptual: Perceptual | None = None) -> list[Scores]:
     """Return the scores of each guess beside its original, [B, C, H, W] both.
 
-    SSIM is None where the images are too small for it.
+    SSIM and LPIPS are None where the images are too small for them, LPIPS also without its weights.
 
     Raises:
         BadInputError: the extra `vision` is missing.
     """
     errors = (originals - guesses).square().flatten(1).mean(1).tolist()
     similar = _ssim(originals, guesses)
+    apart = [None] * len(originals) if perceptual is None else perceptual(originals, guesses)
     return [
-        {"mse": mse, "psnr": min(MOST_DB, -10 * math.log10(max(mse, 1e-30))), "ssim": ssim, "lpips": None}
-        for mse, ssim in zip(errors, similar, strict=True)
+        {"mse": mse, "psnr": min(MOST_DB, -10 * math.log10(max(mse, 1e-30))), "ssim": ssim, "lpips": lpips}
+        for mse, ssim, lpips in zip(errors, similar, apart, strict=True)
     ]
 
 

@@ -138,6 +138,7 @@ def _page(
             verdicts=judged,
             facts=_image_facts(every_row, grids) if images else _facts(every_row, records),
             images=images,
+            lpips=any(r.scores.get("lpips") is not None for r in records),
             grids=grids,
             has_pictures=bool(pictures),
             cautions=_cautions(info, records, flags),
