@@ -46,7 +46,10 @@ DEFENSES: dict[str, list[dict[str, Any]]] = {
     "sign": [{"name": "sign"}],
     "pruning 0.99": [{"name": "topk", "keep": 0.01}],
     "Gaussian 0.01": [{"name": "gaussian", "sigma": 0.01}],
+    "pruning 0.99 of the whole": [{"name": "topk", "keep": 0.01, "whole": True}],
 }
+PLACES = {"none": 0, "sign": 1, "pruning 0.99": 2, "Gaussian 0.01": 3, "pruning 0.99 of the whole": 2}
+"""Of a defense in a row of `PUBLISHED`, which does not say what is pruned by itself."""
 PUBLISHED = {
     "tag": ("74.13/71.92/50.64/68.46", "0.00/0.06/0.00/0.06", "34.34/48.50/10.21/35.60", "64.34/66.19/37.86/59.55"),
     "lti": ("89.61/86.13/79.53/86.11", "71.15/63.17/43.51/63.11", "66.79/58.31/37.58/58.21", "82.08/76.55/63.38/76.52"),
@@ -178,7 +181,7 @@ def row(cell: Cell, records: list[Record], seconds: float | None) -> str:
     blind = [summary.baseline[k].mean or 0.0 for k in ("token_accuracy", "rougeL")]
     public = records[0].knowledge.get("public", {}).get("rows", "none")
     published = (
-        PUBLISHED.get(cell.attack.replace("layers", "lti"), ("",) * 4)[list(DEFENSES).index(cell.defense)]
+        PUBLISHED.get(cell.attack.replace("layers", "lti"), ("",) * 5)[PLACES[cell.defense]]
         if cell.rows in (None, FEW)
         else ""
     )

@@ -37,6 +37,23 @@ def test_topk_keeps_the_largest_and_nothing_else(keep: float):
         assert float(whole[kept].abs().min()) >= float(whole[~kept].abs().max())
 
 
+@pytest.mark.parametrize("keep", [0.005, 0.1, 0.7, 1.0])
+def test_topk_of_the_whole_update_compares_tensors_with_each_other(keep: float):
+    out = sent("topk", keep=keep, whole=True)
+    every = torch.cat([t.flatten() for t in TENSORS.values()])
+    kept = torch.cat([t.flatten() for t in out.values()])
+    count = max(1, round(keep * len(every)))
+    assert torch.equal(
+        kept.abs().sort(descending=True).values[:count], every.abs().sort(descending=True).values[:count]
+    )
+    assert torch.equal(kept[kept != 0], every[kept != 0])
+    assert int((kept != 0).sum()) <= count
+    scaled = {"a": 1e-6 * TENSORS["a"], "b": TENSORS["b"]}
+    few = build("defense", "topk", {"keep": 7 / 1207, "whole": True}).on_update(scaled, stream(0, "x"))
+    assert not bool(few["a"].any()), "small tensors may be sent by nobody"
+    assert torch.equal(few["b"], scaled["b"])
+
+
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "ties"])
 @pytest.mark.parametrize("size", [10, 9_000, 150_000])
 def test_the_largest_are_found_whatever_a_sample_says(size: int, kind: str):

@@ -25,7 +25,7 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.mean_update import mean_update
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.progress import track
-from gradaudit.registry import describe
+from gradaudit.registry import describe, identity
 from gradaudit.streams import stream
 from gradaudit.types import Batch
 
@@ -298,7 +298,7 @@ def _identity(case: Case, how: UtilityTable, model: TransformersModel, rows: Row
         "round": size * _clients(case, how),
         "attacked size": None if alike else size,
         "client": case.client.model_dump(mode="json") | ({"clients": 1} if alike else {}),
-        "defense": [json.loads(json.dumps(describe(d))) for d in case.build_defenses()],
+        "defense": [json.loads(json.dumps(identity(d, False))) for d in case.build_defenses()],
         "utility": how.model_dump(mode="json"),
     }
     if case.lora is not None:

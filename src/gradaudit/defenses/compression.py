@@ -36,7 +36,7 @@ class Sign(UpdateDefense):
 @register
 @dataclass(frozen=True)
 class TopK(UpdateDefense):
-    """Keep each tensor's largest coordinates by magnitude and send zeros for the rest.
+    """Keep each tensor's largest coordinates by magnitude, or those of the whole update; send zeros for the rest.
 
     Raises:
         BadInputError: a share that is not between 0 and 1.
@@ -45,13 +45,27 @@ class TopK(UpdateDefense):
     name: ClassVar[str] = "topk"
     deterministic: ClassVar[bool] = True
     keep: float = hyper(0.1, "share of the coordinates that is sent", source="LTI, section 4")
+    whole: bool = hyper(False, "the largest of the whole update, not of each tensor", later=True)
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise BadInputError(f"defense 'topk': keep must be above 0 and at most 1, got {self.keep}")
 
+    @property
+    def by_tensor(self) -> bool:
+        return not self.whole
+
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
+        if not self.whole:
+            return self.each_tensor(tensors, rng)
+        sizes = torch.cat([value.detach().abs().flatten().double() for value in tensors.values()])
+        sent = torch.zeros_like(sizes, dtype=torch.bool)
+        sent[_largest(sizes, max(1, round(self.keep * len(sizes))))] = True
+        parts = torch.split(sent, [value.numel() for value in tensors.values()])
+        return {
+            name: torch.where(part.view_as(value), value, value.new_zeros(()))
+            for (name, value), part in zip(tensors.items(), parts, strict=True)
+        }
 
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         flat = values.flatten(1)
