@@ -14,7 +14,16 @@ from pathlib import Path
 from tables import command, commit, write_table
 
 ATTACKS = ("decode", "tag", "grab")
-HEADS = ("defense", "MCC", "95%", "accuracy", *(f"{name} R-L" for name in ATTACKS), "exact", "blind R-L")
+HEADS = (
+    "# in the drawing",
+    "defense",
+    "MCC",
+    "95%",
+    "accuracy",
+    *(f"{name} R-L" for name in ATTACKS),
+    "exact",
+    "blind R-L",
+)
 
 
 def main() -> None:
@@ -30,6 +39,7 @@ def main() -> None:
     parts = []
     for size, clients in found.items():
         parts += [f"## B = {size}", "", f"| {' | '.join(HEADS)} |", "|" + "---|" * len(HEADS)]
+        place = {defense: n for n, defense in enumerate(sorted(clients, key=lambda d: _order(clients[d])), 1)}
         for defense, attacks in clients.items():
             one = attacks[ATTACKS[0]]
             cost = ["not measured"] * 3
@@ -39,7 +49,14 @@ def main() -> None:
             exact = max((float(r["exact mean"]) for r in attacks.values() if r["exact mean"]), default=0.0)
             blind = next((r["blind rougeL"] for r in attacks.values() if r["blind rougeL"]), "")
             scores = [_score(attacks[name]) if name in attacks else "not run" for name in ATTACKS]
-            cells = [defense, *cost, *scores, f"{exact:.0f}", f"{float(blind):.1f}" if blind else ""]
+            cells = [
+                str(place[defense]),
+                defense,
+                *cost,
+                *scores,
+                f"{exact:.0f}",
+                f"{float(blind):.1f}" if blind else "",
+            ]
             parts.append(f"| {' | '.join(cells)} |")
         parts.append("")
     head = (
@@ -52,9 +69,17 @@ def main() -> None:
     write_table(asked.write, head, "\n".join(parts).rstrip())
 
 
+def _order(attacks: dict[str, dict[str, str]]) -> tuple[float, float]:
+    """As `gradaudit.frontier` orders points: the highest utility first, and of one utility the lowest leak."""
+    costs = [float(row["mcc"]) for row in attacks.values() if row["mcc"]]
+    leaks = [float(row["rougeL mean"]) for row in attacks.values() if row["rougeL mean"]]
+    return -max(costs, default=-100.0), max(leaks, default=0.0)
+
+
 def _score(row: dict[str, str]) -> str:
     if row["error"]:
-        return "not supported" if "no counter" in row["error"] else "failed"
+        unsupported = any(said in row["error"] for said in ("no counter", "none of them is in this update"))
+        return "not supported" if unsupported else "failed"
     return f"{float(row['rougeL mean']):.1f} ({float(row['rougeL low']):.0f}-{float(row['rougeL high']):.0f})"
 
 
