@@ -159,3 +159,20 @@ def test_a_field_that_came_later_changes_the_hash_only_where_it_is_set(write):
 def test_the_resolved_case_is_the_same_case(write):
     case = load_case(write(CONTRACT))
     assert parse_case(case.resolved()).content_hash() == case.content_hash()
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ({"attack": {"name": "lti"}, "public": {"path": "x.txt"}}, "7360bb6b33af1365"),
+        ({"attack": {"name": "decode"}, "defense": [{"name": "topk"}, {"name": "clip"}]}, "80b55a0ef1264ea5"),
+        (
+            {"attack": {"name": "lti", "share": 0.01}, "task": "causal-lm", "data": {"window": 16},
+             "public": {"hub": "x", "rows": 9}},
+            "10c286f1be031c2e",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_that_came_later_leave_the_ids_of_older_cases_as_they_were(case, expected):
+    """Made by commit 839dae4, before `learner = "layers"`, `language`, `whole` and `lpips` came."""
+    assert parse_case(case).content_hash() == expected

@@ -144,6 +144,11 @@ def test_what_is_read_from_disk_reads_the_same(load, tmp_path):
     path.write_text(json.dumps(about | {"width": about["width"] + 1}))
     with pytest.raises(BadInputError, match="does not hold the network"):
         disk.load_inverter(tmp_path)
+    name, first, count = about["apart"]
+    for wrong in ([name, 10**9, count], [name, first - 1, count], ["nothing", first, count], [name, first, 10**9]):
+        path.write_text(json.dumps(about | {"apart": wrong}))
+        with pytest.raises(BadInputError, match=r"keeps entries apart that .* does not have; it is damaged"):
+            disk.load_inverter(tmp_path)
 
 
 def test_a_position_is_read_from_its_own_neighbors_alone():

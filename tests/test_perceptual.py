@@ -97,6 +97,11 @@ def test_a_case_names_the_file_and_its_id_changes_with_it(file, tmp_path):
         audit.prepare(parse_case(table | {"metrics": {"lpips": "nowhere"}}), tmp_path, torch.device("cpu"))
 
 
+def test_text_has_no_such_score():
+    with pytest.raises(BadInputError, match="lpips is a score of images"):
+        parse_case({"attack": {"name": "blind"}, "metrics": {"lpips": "weights"}})
+
+
 def test_files_that_are_something_else_are_refused(file, tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])

@@ -238,7 +238,8 @@ def test_words_are_nobodys_data_and_no_images(folders, files, monkeypatch):
 
 
 def test_ids_of_cases_with_public_text_are_what_they_were(folders):
-    one, other = case(folders), case(folders, public={"path": "public.txt", "language": "de"})
-    assert one.content_hash() == other.content_hash(), "the language says nothing without words"
+    assert "language" in case(folders).resolved()["public"]
+    with pytest.raises(BadInputError, match='language is for source = "words" only'):
+        case(folders, public={"path": "public.txt", "language": "de"})
     drawn = [case(folders, public={"source": "words", "language": code}).content_hash() for code in ("en", "de")]
     assert drawn[0] != drawn[1]

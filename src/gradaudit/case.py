@@ -158,6 +158,8 @@ class Case(_Table):
     def _buildable(self) -> Case:
         if self.task == "image-classification" and self.data.source == "sample":
             raise ValueError('the embedded sample is text: leave source away, or set source = "digits"')
+        if self.metrics.lpips is not None and self.task != "image-classification":
+            raise BadInputError("[metrics] lpips is a score of images; leave it away for text")
         attack = self.build_attack()
         self.build_defenses()
         if self.data.window is not None and self.task != "causal-lm":

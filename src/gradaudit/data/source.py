@@ -121,6 +121,12 @@ class PublicSpec(SourceSpec):
     )
     language: str = Field(default="en", min_length=1, description='of source = "words": a code, as "en" or "de"')
 
+    @model_validator(mode="after")
+    def _language_of_words(self) -> Self:
+        if self.language != "en" and self.source != "words":
+            raise ValueError('language is for source = "words" only; remove it')
+        return self
+
 
 @dataclass(frozen=True)
 class Rows:

@@ -268,6 +268,12 @@ def load_inverter(folder: Path) -> Inverter:
     manifest = read_manifest(folder)
     if manifest.classes != manifest.vocabulary + manifest.ends:
         raise BadInputError(f"{folder / MANIFEST} names {manifest.classes} classes for {manifest.vocabulary} words")
+    if manifest.apart is not None:
+        name, first, count = manifest.apart
+        entries = sizes_of(manifest.target.tensors).get(name, 0)
+        inside = first >= 0 and 0 < count < manifest.bins and first + count <= entries
+        if not inside or count % manifest.length or manifest.learner != "layers":
+            raise BadInputError(f"{folder / MANIFEST} keeps entries apart that '{name}' does not have; it is damaged")
     tensors, scaling = read_tensors(folder, manifest.network().tensors(), manifest.bins)
     return Inverter(manifest, with_weights(manifest.network(), tensors), scaling)
 
