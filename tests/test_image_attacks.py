@@ -299,12 +299,15 @@ def test_the_hinge_by_hand():
     observed = {"a": torch.tensor([1.0, 1.0, -1.0, 0.0])}
     assert float(ImageMatch("sign", power=2)(predicted, observed)) == pytest.approx((1 + 4) / (9 + 1 + 4))
     assert float(ImageMatch("sign", power=1)(predicted, observed)) == pytest.approx((1 + 2) / (3 + 1 + 2))
+    plain = ImageMatch("sign", power=2, relative=False)
+    assert float(plain(predicted, observed)) == pytest.approx(1 + 4)
+    assert float(plain({"a": predicted["a"] / 1e4}, observed)) < 1e-7, "what vanishes fits any signs"
 
 
 def test_the_distance_follows_what_was_told(digits):
     def chosen(given: Given, *names: str) -> ImageMatch:
         client = Client(model_of(), defenses=tuple(build("defense", n, {}) for n in names))
-        return match_for(seen_of(client, digits.batch([0]), None, given), 2)  # type: ignore[arg-type]
+        return match_for(seen_of(client, digits.batch([0]), None, given), 2, True)  # type: ignore[arg-type]
 
     assert chosen(Given()) == ImageMatch("cosine", False, 2)
     assert chosen(Given(), "gaussian") == ImageMatch("cosine", False, 2)

@@ -12,6 +12,7 @@ from gradaudit import audit
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError
 from gradaudit.fitting import fit
+from gradaudit.learned import features, layered_fit
 from gradaudit.learned import inverter as disk
 from gradaudit.learned.hashing import Hash
 from gradaudit.learned.layers import LayeredNetwork, LayeredShape
@@ -187,3 +188,21 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_taken(load, tmp_p
     client = client_of(load("gpt2", "causal-lm"))
     with pytest.raises(BadInputError, match="do not fit into memory; lower share, references or width"):
         fitted(client, tmp_path, texts(client.model, 40, 1))
+
+
+@pytest.mark.parametrize("pseudo", [False, True])
+def test_drawn_text_is_new_in_every_epoch(load, tmp_path, monkeypatch, pseudo):
+    simulated: list[tuple[int, ...]] = []
+
+    def counted(simulation, hash_, texts, size, rng):
+        simulated.extend(tuple(row) for row in texts.ids.tolist())
+        return features.hashed(simulation, hash_, texts, size, rng)
+
+    monkeypatch.setattr(layered_fit, "hashed", counted)
+    public = texts(load("gpt2", "causal-lm"), 200, 1)
+    fitted(client_of(load("gpt2", "causal-lm")), tmp_path, public, epochs=4, references=100, pseudo=pseudo)
+    own = {tuple(row) for row in public.ids.tolist()}
+    drawn = [row for row in simulated if row not in own]
+    # ten are held out; of 760 windows of five words out of twelve, one or two are drawn twice
+    assert len(simulated) == len(drawn) + (10 if pseudo else 200)
+    assert len(set(drawn)) > 740 if pseudo else not drawn

@@ -46,6 +46,9 @@ class GenerativePrior(Attack[ImageModel]):
     weight_steps: int = hyper(1000, "Adam steps over the generator's weights, from the best latents", source="ours")
     weight_rate: float = hyper(1e-3, "learning rate of weights", source="ours")
     restarts: int = hyper(4, "independent latents, minimized together; the best fit goes on", source="ours")
+    relative: bool = hyper(
+        True, "divide the hinge on wrong signs by the update's size", source="ours, the paper: no", later=True
+    )
     total_variation: float = hyper(1e-4, "weight of the total variation", source="ours")
     latent_norm: float = hyper(1e-4, "weight of the mean squared latent", source="ours, after Jeon et al.")
     training_steps: int = hyper(2000, "steps the generator is trained for", source="ours")
@@ -60,7 +63,7 @@ class GenerativePrior(Attack[ImageModel]):
         model, size, public = seen.model, seen.knowledge.batch_size or 1, seen.public
         assert public is not None  # `needs`
         generator = generator_of(public, GeneratorSpec(self.latent, steps=self.training_steps), model.device)
-        objective = ImageObjective(seen, match_for(seen, power=1))
+        objective = ImageObjective(seen, match_for(seen, 1, self.relative))
         known = image_labels(seen)
         learn = known.values is None
         latents = torch.randn((self.restarts, size, self.latent), generator=rng).to(model.device).requires_grad_()

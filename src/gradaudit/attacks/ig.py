@@ -44,6 +44,9 @@ class InvertingGradients(Attack[ImageModel]):
     steps: int = hyper(2000, "steps of signed Adam", source="ours: the paper takes 4,800 on CIFAR-10")
     learning_rate: float = hyper(0.1, "at first; a tenth after 3/8, 5/8 and 7/8 of the steps", source="Geiping et al.")
     restarts: int = hyper(4, "independent starts, minimized together; the best fit wins", source="ours, the paper: 1")
+    relative: bool = hyper(
+        True, "divide the hinge on wrong signs by the update's size", source="ours, the paper: no", later=True
+    )
     total_variation: float = hyper(5e-3, "weight of the total variation", source="ours: tried on digits and CIFAR-10")
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class InvertingGradients(Attack[ImageModel]):
 
     def run(self, seen: Observation[ImageModel], rng: torch.Generator) -> Reconstruction:
         model, size = seen.model, seen.knowledge.batch_size or 1
-        objective = ImageObjective(seen, match_for(seen, power=2))
+        objective = ImageObjective(seen, match_for(seen, 2, self.relative))
         known = image_labels(seen)
         shape = (self.restarts, size, *model.shape)
         start = (0.5 + 0.25 * torch.randn(shape, generator=rng)).clamp(0, 1).to(model.device)

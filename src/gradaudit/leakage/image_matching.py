@@ -33,11 +33,14 @@ class ImageMatch:
         how: "cosine", 1 - cos; "sign", a hinge on coordinates whose sign is not the one observed.
         support: compare only coordinates that were sent, not zero.
         power: of the hinge, 2 (squared) or 1 (plain).
+        relative: divide the hinge by the predicted update's own size. Without it, as published, a gradient that
+            vanishes has no wrong sign at all and fits any signs.
     """
 
     how: str = "cosine"
     support: bool = False
     power: int = 2
+    relative: bool = True
 
     def __call__(self, predicted: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> Tensor:
         """Return the distances [N] of predicted updates, [N, ...] by name, to the observed one."""
@@ -47,24 +50,25 @@ class ImageMatch:
             sent = (target != 0).to(flat)
             flat, target = flat * sent, target * sent
         if self.how == "sign":
-            # divided by the update's own size: else a gradient that vanishes would have no wrong sign at all
             wrong = torch.relu(-flat * target.sign()).pow(self.power).sum(1)
+            if not self.relative:
+                return wrong
             return wrong / flat.abs().pow(self.power).sum(1).clamp_min(_TINY)
         norms = flat.square().sum(1).clamp_min(_TINY).sqrt() * target.square().sum().clamp_min(_TINY).sqrt()
         return 1 - flat @ target / norms
 
 
-def match_for(seen: Observation[ImageModel], power: int) -> ImageMatch:
+def match_for(seen: Observation[ImageModel], power: int, relative: bool) -> ImageMatch:
     """Return the distance that reckons with the defenses the attacker was told of.
 
     Source: LTI (Wu et al., 2022), baselines under defenses: hinge for signs, nonzero coordinates for pruning.
 
     Args:
         seen: the observation.
-        power: of the hinge.
+        power, relative: of the hinge.
     """
     told = {str(d.get("name")) for d in seen.knowledge.defenses or ()}
-    return ImageMatch("sign" if "sign" in told else "cosine", bool(told & set(PRUNING)), power)
+    return ImageMatch("sign" if "sign" in told else "cosine", bool(told & set(PRUNING)), power, relative)
 
 
 def total_variation(images: Tensor) -> Tensor:

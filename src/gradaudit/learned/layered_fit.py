@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,12 @@ def fit_by_layers(
     def features(texts: Public, *what: str | int) -> Tensor:
         return noised(hashed(simulation, hash_, texts, 1, stream(seed, *what)), hash_, stream(seed, "noise", *what))
 
-    texts = drawn_like(shown, len(shown), stream(seed, "drawn")) if plan.pseudo else shown
+    def shown_in(epoch: int) -> Public:
+        """Return what is learned from in an epoch: drawn anew for each, or the public text."""
+        what = ("drawn", epoch) if epoch else ("drawn",)
+        return drawn_like(shown, len(shown), stream(seed, *what)) if plan.pseudo else shown
+
+    texts = shown_in(0)
     first = torch.empty(few, inputs, device=device)
     for start in range(0, few, _AT_ONCE):
         rows = torch.arange(start, min(start + _AT_ONCE, few))
@@ -116,19 +122,23 @@ def fit_by_layers(
         found = scaling(features(texts.take(torch.arange(start, stop, device=device)), what, start))
         return network.told(network.linear(found), found).half()
 
+    @torch.no_grad()
     def every(texts: Public, start: int, what: str, done: list[Tensor]) -> _Told:
         for at in range(start, len(texts), _AT_ONCE):
             stop = min(at + _AT_ONCE, len(texts))
             done.append(told_of(texts, at, stop, what))
-            if what == "shown":
+            if what != "validation":
                 progressed("lti: simulating updates", stop, len(texts))
         return _Told(torch.cat(done), classes_of(texts, vocabulary, 1))
 
-    with torch.no_grad():
-        learned = every(texts, few, "shown", [last])
-        checked = every(held_out, 0, "validation", [])
+    learned = every(texts, few, "shown", [last])
+    checked = every(held_out, 0, "validation", [])
     begin_with_words(network.reader.shared, known, texts)
-    found, right = _train(network.reader, learned, checked, plan, folder, seed)
+
+    def told_in(epoch: int) -> _Told:
+        return every(shown_in(epoch), 0, f"shown in {epoch}", []) if epoch and plan.pseudo else learned
+
+    found, right = _train(network.reader, told_in, len(shown), checked, plan, folder, seed)
     manifest = new_manifest(
         learner="layers",
         target=target,
@@ -152,15 +162,31 @@ def fit_by_layers(
 
 
 def _train(
-    reader: Reader, learned: _Told, checked: _Told, plan: Plan, folder: Path | None, seed: int
+    reader: Reader,
+    told_in: Callable[[int], _Told],
+    count: int,
+    checked: _Told,
+    plan: Plan,
+    folder: Path | None,
+    seed: int,
 ) -> tuple[int, float]:
-    """Train a reader in place and return the steps taken and its accuracy on held-out public text."""
-    each = -(-len(learned.told) // plan.batch)
+    """Train a reader in place and return the steps taken and its accuracy on held-out public text.
+
+    Args:
+        reader: what is trained.
+        told_in: what is learned from in an epoch.
+        count: updates of an epoch.
+        checked: held-out public text.
+        plan, folder, seed: see `fit_by_layers`.
+    """
+    each = -(-count // plan.batch)
     steps = plan.epochs * each
+    told_once = lru_cache(1)(told_in)  # of one epoch at a time: each may be a gigabyte
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         epoch, place = divmod(step, each)
-        order = torch.randperm(len(learned.told), generator=stream(seed, "order", epoch))
+        learned = told_once(epoch)
+        order = torch.randperm(count, generator=stream(seed, "order", epoch))
         rows = order[place * plan.batch : (place + 1) * plan.batch].to(learned.told.device)
         return learned.told[rows].float(), learned.classes[rows]
 
