@@ -20,6 +20,7 @@ HEADS = (
     "MCC",
     "95%",
     "accuracy",
+    f"{ATTACKS[0]} R-1",
     *(f"{name} R-L" for name in ATTACKS),
     "exact",
     "blind R-L",
@@ -48,7 +49,8 @@ def main() -> None:
                 cost = [f"{float(one['mcc']):.1f}", f"{low:.0f} to {high:.0f}", f"{float(one['accuracy']):.1f}"]
             exact = max((float(r["exact mean"]) for r in attacks.values() if r["exact mean"]), default=0.0)
             blind = next((r["blind rougeL"] for r in attacks.values() if r["blind rougeL"]), "")
-            scores = [_score(attacks[name]) if name in attacks else "not run" for name in ATTACKS]
+            scores = [_score(one, "rouge1").split(" (")[0]]
+            scores += [_score(attacks[name]) if name in attacks else "not run" for name in ATTACKS]
             cells = [
                 str(place[defense]),
                 defense,
@@ -76,11 +78,12 @@ def _order(attacks: dict[str, dict[str, str]]) -> tuple[float, float]:
     return -max(costs, default=-100.0), max(leaks, default=0.0)
 
 
-def _score(row: dict[str, str]) -> str:
+def _score(row: dict[str, str], metric: str = "rougeL") -> str:
     if row["error"]:
         unsupported = any(said in row["error"] for said in ("no counter", "none of them is in this update"))
         return "not supported" if unsupported else "failed"
-    return f"{float(row['rougeL mean']):.1f} ({float(row['rougeL low']):.0f}-{float(row['rougeL high']):.0f})"
+    mean, low, high = (float(row[f"{metric} {part}"]) for part in ("mean", "low", "high"))
+    return f"{mean:.1f} ({low:.0f}-{high:.0f})"
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ LAYERS: dict[str, Any] = {
 }  # fmt: skip
 """Ours, of three minutes; chosen on windows held out of the public split."""
 ATTACKS: dict[str, dict[str, Any]] = {
-    "layers-p": LAYERS | {"pseudo": True},
+    "layers-p": LAYERS | {"pseudo": True},  # new windows in every epoch
     "layers": LAYERS,
     "lti-p": NET | {"pseudo": True, "epochs": 5},
     "lti": NET | {"epochs": 7},
