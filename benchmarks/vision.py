@@ -42,18 +42,18 @@ ATTACKS = {
     "blind": {"name": "blind"},
     "lti-kernel": {"name": "lti-images", "learner": "kernel", "mirrored": False},
     "ig": {"name": "ig", "steps": 1000},
-    "ig-published": {"name": "ig", "steps": 1000, "restarts": 1, "relative": False},
+    "ig-plain": {"name": "ig", "steps": 1000, "restarts": 1, "relative": False},
     "gigip": {"name": "gigip"},
-    "gigip-published": {"name": "gigip", "restarts": 1, "relative": False},
+    "gigip-plain": {"name": "gigip", "restarts": 1, "relative": False},
     "lti-network": {"name": "lti-images", "width": 1000, "epochs": 20},
 }
 SHIFTED = 2500
 """Public images of the shifted sets: no class half of the data here has 5,000."""
 PUBLISHED = {  # LTI (arXiv 2210.10880): MSE on LeNet, 50,000 auxiliary images; the order of DEFENSES
     "ig": (0.022, 0.116, 0.138, 0.150),
-    "ig-published": (0.022, 0.116, 0.138, 0.150),
+    "ig-plain": (0.022, 0.116, 0.138, 0.150),
     "gigip": (0.001, 0.091, 0.043, 0.124),
-    "gigip-published": (0.001, 0.091, 0.043, 0.124),
+    "gigip-plain": (0.001, 0.091, 0.043, 0.124),
     "lti-kernel": (0.004, 0.014, 0.029, 0.012),
     "lti-network": (0.004, 0.014, 0.029, 0.012),
 }

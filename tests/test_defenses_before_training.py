@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,11 +12,13 @@ from gradaudit.defenses.aegis import Aegis
 from gradaudit.defenses.base import BatchDefense, RoleDefense
 from gradaudit.defenses.dpsgd import DPSGD
 from gradaudit.defenses.noise import Gaussian
-from gradaudit.defenses.obfuscation import TokenObfuscation, _related
+from gradaudit.defenses.obfuscation import TokenObfuscation
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage import guess_back
 from gradaudit.registry import build, known
+from gradaudit.stand_ins import _related, stand_ins, stood_for
 from gradaudit.streams import stream
-from gradaudit.types import LocalTraining
+from gradaudit.types import Given, LocalTraining
 from tiny_models import FAMILIES, batch_of, seen_of, sentences
 
 
@@ -50,7 +54,7 @@ def test_the_stand_in_is_the_one_that_changes_the_output_least(load):
     out = how.on_batch(model, batch, stream(0, "x"))
     slot = len(model.special.prefix)
     word = int(batch.ids[0, slot])
-    choices = how._stand_ins(model, [word])[word]
+    choices = stand_ins(model, word, how.candidates, how.alike)
     assert len(choices) == 5
     plain, away = model.logits(ids=batch.ids, mask=batch.mask), {}
     for word in choices:
@@ -65,7 +69,7 @@ def test_a_stand_in_is_no_synonym_and_no_form_of_the_word(load):
     table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
     like = table @ table[40]
     limit = float(like.sort(descending=True).values[6])
-    found = TokenObfuscation(alike=limit, candidates=300)._stand_ins(model, [40])[40]
+    found = stand_ins(model, 40, candidates=300, alike=limit)
     assert 8 < len(found) < 300, "there are no more, and none beyond the limit is taken instead"
     assert all(float(like[word]) <= limit + 1e-6 for word in found)
     assert _related(["walks"], ["##walk"])
@@ -96,12 +100,58 @@ def test_an_exact_attack_reads_the_stand_ins(load):
     batch = batch_of(model, sentences((5,), 4))
     how = TokenObfuscation(alike=1.0)
     client = Client(model, defenses=(how,))
-    found = build("attack", "dager", {})(seen_of(client, batch), stream(0, "attack")).sequences
+    unaware = seen_of(client, batch, given=Given(defenses=False))
+    found = build("attack", "dager", {})(unaware, stream(0, "attack")).sequences
     assert len(found) == 1
     assert found[0] != tuple(batch.sequences()[0])
     plain = build("attack", "dager", {})(seen_of(Client(model), batch), stream(0, "attack")).sequences
     assert plain == (tuple(batch.sequences()[0]),)
     assert client.update(batch, stream(0, "client")).defenses[0]["name"] == "token-obfuscation"
+
+
+@pytest.mark.parametrize(("candidates", "alike"), [(1, 1.0), (8, 0.3)])
+def test_the_words_a_stand_in_may_stand_for_are_those_that_have_it(load, candidates, alike):
+    model = load("bert")
+    words = [word for word in range(model.vocabulary_size) if word not in model.special.ids and model.content([word])]
+    standing = {word: stand_ins(model, word, candidates, alike) for word in words}
+    assert any(standing.values())
+    for read in words[:: max(1, len(words) // 40)]:
+        expected = {word: len(others) for word, others in standing.items() if read in others}
+        assert stood_for(model, read, candidates, alike) == expected
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_an_attacker_who_is_told_guesses_back(load, monkeypatch, share):
+    model = load("gpt2")
+    batch = batch_of(model, [text for seed in range(4, 12) for text in sentences((5,), seed)])
+    how = TokenObfuscation(alike=1.0, share=share)
+    client, right = Client(model, defenses=(how,)), [0, 0]
+    used = set(batch.ids.flatten().tolist())  # these words are made up: the frequencies of English are no guide
+    monkeypatch.setattr(guess_back, "usual_places", lambda model: [9 - 9 * (t in used) for t in range(10**4)])
+    for row, text in enumerate(batch.sequences()):
+        labels = None if batch.labels is None else batch.labels[row : row + 1]
+        one = replace(batch, ids=batch.ids[row : row + 1], mask=batch.mask[row : row + 1], labels=labels)
+        read, guessed = (
+            build("attack", "dager", {})(
+                seen_of(client, one, given=Given(defenses=told), seed=row), stream(0, "attack")
+            )
+            for told in (False, True)
+        )
+        pairs = list(zip(guessed.sequences[0], read.sequences[0], strict=True))
+        assert all(a == b or b in stand_ins(model, a, how.candidates, how.alike) for a, b in pairs)
+        assert guessed.details["guessed_back"] == sum(a != b for a, b in pairs)
+        assert "guessed_back" not in read.details
+        assert set(guessed.certificates or ()) <= {"guess"}
+        assert "stand-ins" in guessed.notes[-1]
+        for place, found in enumerate((read, guessed)):
+            right[place] += sum(a == b for a, b in zip(found.sequences[0], text, strict=True))
+    assert right[1] > right[0], right
+
+
+def test_all_attacks_on_text_reckon_with_it():
+    for name, cls in known("attack").items():
+        if "classification" in cls.tasks or "causal-lm" in cls.tasks:
+            assert build("attack", name, {}).reckons_with("token-obfuscation"), name
 
 
 def test_it_acts_before_all_others_and_composes(load):

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
+from gradaudit.leakage.guess_back import OBFUSCATION, guess_back
 from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Knowledge, Observation, Reconstruction
 
@@ -54,7 +55,7 @@ class Attack(ABC, Generic[M]):
             model: the model that is attacked; None for any.
             batch_size: sentences; None where they are not known.
         """
-        return not self.must_be_told(defense) or defense in self.models_defenses
+        return not self.must_be_told(defense) or defense in (*self.models_defenses, OBFUSCATION)
 
     def must_be_told(self, defense: str) -> bool:
         """Return whether the attack can reckon with a defense only if it was told of it."""
@@ -86,7 +87,7 @@ class Attack(ABC, Generic[M]):
         restore = seen.model.remember()
         broken: BaseException | None = None
         try:
-            return self.run(seen, rng)
+            return self._guessed_back(seen, self.run(seen, rng))
         except BaseException as error:
             broken = error
             raise
@@ -96,6 +97,13 @@ class Attack(ABC, Generic[M]):
                 raise ModelChangedError(
                     f"attack '{self.name}' changed the model; an attack must leave it as it was"
                 ) from broken
+
+    def _guessed_back(self, seen: Observation[M], found: Reconstruction) -> Reconstruction:
+        """Return what was read with words in place of stand-ins, where the attacker was told that these were sent."""
+        model, told = seen.model, {str(d["name"]): d for d in seen.knowledge.defenses or ()}
+        if not isinstance(model, TextModel) or OBFUSCATION not in told or not self.must_be_told(OBFUSCATION):
+            return found
+        return guess_back(model, found, told[OBFUSCATION])
 
     @abstractmethod
     def run(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:

@@ -16,6 +16,7 @@ from gradaudit.leakage.crowd import Crowd, is_full
 from gradaudit.leakage.embedding_rows import words_of
 from gradaudit.leakage.ends import ends_of
 from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
+from gradaudit.leakage.guess_back import OBFUSCATION
 from gradaudit.leakage.joint import Joint, joint
 from gradaudit.leakage.noisy_growth import grow_under_noise
 from gradaudit.leakage.products import Products
@@ -183,7 +184,7 @@ class Dager(Attack):
 
     def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         # noise is told from what a batch spans where prefixes grow; products of an encoder's sets are not
-        grows = not isinstance(model, TextModel) or model.causal or defense == "clip"
+        grows = not isinstance(model, TextModel) or model.causal or defense in ("clip", OBFUSCATION)
         return grows and super().reckons_with(defense, model, batch_size)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:

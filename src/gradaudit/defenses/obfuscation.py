@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 from typing import ClassVar
 
 import torch
@@ -13,12 +11,8 @@ from gradaudit.defenses.base import BatchDefense
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper, register
+from gradaudit.stand_ins import stand_ins
 from gradaudit.types import Batch
-
-_LOOKED_AT = 256
-"""Nearest tokens among which a word's stand-ins are sought."""
-_RELATED = 0.6
-"""Spellings that share so much are forms of one word ("walks", "walked")."""
 
 
 @register
@@ -30,7 +24,7 @@ class TokenObfuscation(BatchDefense):
     of a related spelling. Of some of them the one is taken that changes the model's output least, word by word from
     the left. Labels, lengths and special tokens stay. What an attack reads exactly is then the text of stand-ins. The
     topic remains ("dog" may become "rodents"), which scores of words do not see, and who knows the model knows the
-    nearest tokens of every stand-in, so a reader may guess back.
+    nearest tokens of every stand-in: attacks that are told of the defense guess back.
 
     Raises:
         BadInputError: a parameter outside its range.
@@ -61,7 +55,8 @@ class TokenObfuscation(BatchDefense):
         special = torch.tensor(sorted(model.special.ids), device=device)
         free = mask & ~torch.isin(ids, special)
         free &= (torch.rand(batch.ids.shape, generator=rng) < self.share).to(device)
-        standing = self._stand_ins(model, sorted(set(ids[free].tolist())))
+        words_in = sorted(set(ids[free].tolist()))
+        standing = {word: stand_ins(model, word, self.candidates, self.alike) for word in words_in}
         out = ids.clone()
         for slot in torch.where(free.any(0))[0].tolist():
             for row in torch.where(free[:, slot])[0].tolist():
@@ -76,28 +71,3 @@ class TokenObfuscation(BatchDefense):
                     away = away * shown[..., None]
                 out[row, slot] = words[int(away.flatten(1).square().sum(1).argmin())]
         return replace(batch, ids=out.to(batch.ids.device))
-
-    def _stand_ins(self, model: TextModel, words: Sequence[int]) -> dict[int, list[int]]:
-        """Return the words' stand-ins, nearest first; none where all that is near means or spells the same."""
-        table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
-        found: dict[int, list[int]] = {}
-        for word in words:
-            like = table @ table[word]
-            near = torch.where(like <= self.alike, like, -torch.inf).topk(min(_LOOKED_AT, len(table)))
-            pieces, mine = model.pieces([word]), found.setdefault(word, [])
-            for value, other in zip(near.values.tolist(), near.indices.tolist(), strict=True):
-                if value == -torch.inf or len(mine) == self.candidates:
-                    break
-                if other in model.special.ids or not model.content([other]):
-                    continue
-                if not _related(pieces, model.pieces([other])):
-                    mine.append(other)
-        return found
-
-
-def _related(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Say whether two tokens are spelled as forms of one word, or one is a part of the other."""
-    a, b = ("".join(c for c in "".join(part).lower() if c.isalnum()) for part in (one, other))
-    if not a or not b:
-        return a == b
-    return a in b or b in a or SequenceMatcher(None, a, b).ratio() > _RELATED

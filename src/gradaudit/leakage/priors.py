@@ -29,6 +29,18 @@ def frequent_tokens(model: TextModel) -> list[int]:
     return found or [i for i in range(model.vocabulary_size) if i not in model.special.ids][:50]
 
 
+def usual_places(model: TextModel) -> list[int]:
+    """Return each token's place by a guess at how often it is used: frequent words first, then by id.
+
+    Vocabularies of subwords list their tokens by frequency, roughly.
+    """
+    first = frequent_tokens(model)
+    places = [len(first) + token for token in range(model.vocabulary_size)]
+    for place, token in enumerate(first):
+        places[token] = place
+    return places
+
+
 def usual_image(model: ImageModel, public: PublicImages | None) -> Tensor:
     """Return the mean [1, C, H, W] of public images; gray where there are none."""
     if public is None:

@@ -1,0 +1,83 @@
+"""Stand-ins of words: near a word for the model, another word for a reader; and the words that one may stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+import torch
+
+from gradaudit.models.base import TextModel
+
+_LOOKED_AT = 256
+"""Nearest tokens among which a word's stand-ins are sought."""
+_RELATED = 0.6
+"""Spellings that share so much are forms of one word ("walks", "walked")."""
+_STOOD_FOR = 1024
+"""Nearest tokens among which the words that a stand-in may stand for are sought."""
+_PASSED_OVER = 40
+"""Related spellings that may lie between a word and its last stand-in."""
+_AT_ONCE = 64
+"""Words whose likenesses to the whole vocabulary are held in memory together."""
+
+
+def stand_ins(model: TextModel, word: int, candidates: int, alike: float) -> list[int]:
+    """Return a word's stand-ins, nearest first; none where all that is near means or spells the same.
+
+    Args:
+        model: whose word vectors say what is near.
+        word: a token id.
+        candidates: stand-ins at most.
+        alike: largest cosine of a word and its stand-in.
+    """
+    table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
+    like = table @ table[word]
+    near = torch.where(like <= alike, like, -torch.inf).topk(min(_LOOKED_AT, len(table)))
+    pieces = model.pieces([word])
+    found: list[int] = []
+    for value, other in zip(near.values.tolist(), near.indices.tolist(), strict=True):
+        if value == -torch.inf or len(found) == candidates:
+            break
+        if other in model.special.ids or not model.content([other]):
+            continue
+        if not _related(pieces, model.pieces([other])):
+            found.append(other)
+    return found
+
+
+@torch.no_grad()
+def stood_for(model: TextModel, stand_in: int, candidates: int, alike: float) -> dict[int, int]:
+    """Return the words that have a token among their stand-ins, with how many stand-ins each of them has.
+
+    Args:
+        model: whose word vectors say what is near.
+        stand_in: the token id that was read.
+        candidates, alike: see `stand_ins`.
+    """
+    table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
+    like = table @ table[stand_in]
+    near = torch.where(like <= alike, like, -torch.inf).topk(min(_STOOD_FOR, len(table)))
+    words = near.indices[near.values > -torch.inf]
+    # how many tokens come before it in each word's own list: most words are out of the question by that
+    before = []
+    for some in torch.split(words, _AT_ONCE):
+        likes = table[some] @ table.T
+        mine = likes[:, stand_in, None]
+        before.append(((likes <= alike) & (likes > mine)).sum(1))
+    possible = words[torch.cat(before) < candidates + _PASSED_OVER] if before else words
+    found = {}
+    for word in possible.tolist():
+        if word in model.special.ids or not model.content([word]):
+            continue
+        standing = stand_ins(model, word, candidates, alike)
+        if stand_in in standing:
+            found[word] = len(standing)
+    return found
+
+
+def _related(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Say whether two tokens are spelled as forms of one word, or one is a part of the other."""
+    a, b = ("".join(c for c in "".join(part).lower() if c.isalnum()) for part in (one, other))
+    if not a or not b:
+        return a == b
+    return a in b or b in a or SequenceMatcher(None, a, b).ratio() > _RELATED
