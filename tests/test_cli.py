@@ -210,6 +210,7 @@ def test_check_prints_the_resolved_case_and_an_estimate(gradaudit, case: Path):
     assert found["estimate"]["seconds"] > 0
     assert found["estimate"]["memory_mib"] > 0
     assert "estimate:" in gradaudit("check", case)[1]
+    assert found["estimate"]["learning"] == 0
 
 
 BAD_RUNS = [

@@ -202,6 +202,8 @@ def test_run_fits_it_by_itself_and_fit_makes_one_for_later(tmp_path):
     case = tmp_path / "case.toml"
     table = '[attack]\nname = "lti-images"\nlearner = "kernel"\nmirrored = false\n'
     case.write_text(f'model = "lenet"\ntask = "image-classification"\n[data]\nbatches = 2\n{table}')
+    checked = CliRunner().invoke(app, ["check", str(case), "--json"])
+    assert json.loads(checked.stdout)["estimate"]["learning"] > 0
     told = CliRunner().invoke(app, ["run", str(case), "--out", str(tmp_path / "out"), "--json"])
     assert told.exit_code == 0, told.output
     lines = [json.loads(line) for line in told.stdout.splitlines()]

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from gradaudit import audit
+from gradaudit import estimate as estimating
 from gradaudit.case import Case, parse_case
 from gradaudit.cli import app
 from gradaudit.data.frequencies import drawn_texts
@@ -243,3 +244,24 @@ def test_ids_of_cases_with_public_text_are_what_they_were(folders):
         case(folders, public={"path": "public.txt", "language": "de"})
     drawn = [case(folders, public={"source": "words", "language": code}).content_hash() for code in ("en", "de")]
     assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize(("fields", "passes"), [({}, 1), ({"pseudo": True, "epochs": 3}, 3)], ids=["public", "drawn"])
+def test_check_foresees_what_is_simulated(folders, files, monkeypatch, fields, passes):
+    simulated = []
+
+    class Counted(estimating.ClientSimulation):
+        def __call__(self, ids, mask, labels, rng):
+            simulated.append(len(ids))
+            return super().__call__(ids, mask, labels, rng)
+
+    monkeypatch.setattr(estimating, "simulation_of", lambda client, selection: Counted(client, selection))
+    ticks = iter(range(0, 1000, 16))  # every measured stretch takes 16 seconds
+    monkeypatch.setattr(estimating.time, "perf_counter", lambda: next(ticks))
+    ready = prepared(folders, files, attack=LTI | fields)
+    assert ready.public is not None
+    found = estimating.estimate(ready)
+    few = min(32, len(ready.public))
+    assert simulated == [few, few]
+    assert found.learning == pytest.approx(16 / few * len(ready.public) * passes)
+    assert estimating.estimate(prepared(folders, files, attack={"name": "blind"}, public=None)).learning == 0

@@ -6,7 +6,9 @@ import dataclasses
 import inspect
 from typing import Any
 
+from gradaudit.attacks.base import Attack
 from gradaudit.errors import unknown_name
+from gradaudit.leakage.guess_back import OBFUSCATION
 from gradaudit.metrics.images import IMAGE_METRICS
 from gradaudit.metrics.text import METRICS
 from gradaudit.models.images import IMAGE_MODELS
@@ -82,6 +84,12 @@ def details(kind: str, name: str) -> dict[str, Any]:
     raise unknown_name("kind", kind, ["attack", "model", "metric", "defense", "case"])
 
 
+def _guessed_back(cls: type[Any]) -> tuple[str, ...]:
+    """Return the defense that every attack on text reckons with by `Attack` itself."""
+    on_text = set(cls.tasks) & set(Attack.tasks)
+    return (OBFUSCATION,) if on_text and "*" not in cls.models_defenses else ()
+
+
 def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
     out: dict[str, Any] = {"kind": kind, "name": cls.name, "about": inspect.getdoc(cls) or ""}
     if kind == "attack":
@@ -90,7 +98,7 @@ def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
             "needs": list(cls.needs),
             "tasks": list(cls.tasks),
             "models_dropout": cls.models_dropout,
-            "models_defenses": list(cls.models_defenses),
+            "models_defenses": [*cls.models_defenses, *_guessed_back(cls)],
         }
     else:
         out["acts_on"] = cls.acts_on

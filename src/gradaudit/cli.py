@@ -342,6 +342,8 @@ def check(
         f"first batch: {first}; the attacker sees {100 * cost.share:.2f}% of "
         f"the parameters\nestimate: {cost.seconds:.0f} s for {len(ready.batches)} batches, {cost.memory_mib:.0f} MiB"
     )
+    if cost.learning:
+        out.print(f"before them: {cost.learning:.0f} s to simulate public updates; learning from them takes more")
 
 
 @app.command()

@@ -5,11 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import torch
+
 from gradaudit.audit import Prepared, private_batch
 from gradaudit.audit_images import PreparedImages
 from gradaudit.client import Client
+from gradaudit.fitting import simulation_of
+from gradaudit.simulate import ClientSimulation
+from gradaudit.simulate_images import ImageSimulation
 from gradaudit.streams import stream
-from gradaudit.types import ImageBatch
+from gradaudit.types import ImageBatch, PublicImages
+
+_TRIED = 32
+"""Public updates that are simulated to see how long they take."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,8 @@ class Estimate:
         tokens: real tokens of the first batch; None of images.
         load: its tokens / width; None of images.
         share: share of the model's parameters that the attacker sees.
+        learning: seconds to simulate the public updates that the attack learns from, once for all batches; what it
+            takes to learn from them is not foreseen. 0 where nothing is learned.
     """
 
     seconds: float
@@ -29,6 +39,7 @@ class Estimate:
     tokens: int | None
     load: float | None
     share: float
+    learning: float
 
 
 def estimate(ready: Prepared | PreparedImages) -> Estimate:
@@ -61,4 +72,36 @@ def estimate(ready: Prepared | PreparedImages) -> Estimate:
         tokens=tokens,
         load=None if tokens is None else tokens / ready.model.width,
         share=seen / every,
+        learning=_simulating(ready) if ready.attack.unfitted else 0.0,
     )
+
+
+def _simulating(ready: Prepared | PreparedImages) -> float:
+    """Return the seconds that simulating all public updates takes, from some of them; nothing of the attack is run."""
+    public, size = ready.public, ready.case.data.batch_size
+    if public is None:
+        return 0.0
+    simulation = simulation_of(ready.client, ready.selection)
+    whole = len(public) // size
+    some = torch.arange(min(_TRIED, whole) * size)
+    if not len(some):
+        return 0.0
+    times = []
+    for turn in range(2):
+        began = time.perf_counter()
+        if isinstance(public, PublicImages):
+            assert isinstance(simulation, ImageSimulation)
+            images, labels = public.images[some], public.labels[some]
+            simulation(images.view(-1, size, *images.shape[1:]), labels.view(-1, size), stream(0, "learning", turn))
+        else:
+            assert isinstance(simulation, ClientSimulation)
+            texts = public.take(some)
+            shape = (-1, size, texts.ids.shape[1])
+            classes = None if texts.labels is None else texts.labels.view(-1, size)
+            for _, parts in simulation(
+                texts.ids.view(shape), texts.mask.view(shape), classes, stream(0, "learning", turn)
+            ):
+                for _ in parts:
+                    pass
+        times.append((time.perf_counter() - began) / (len(some) // size))
+    return min(times) * ready.attack.simulated_updates(whole)

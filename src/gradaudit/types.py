@@ -95,6 +95,9 @@ class PublicImages:
     where: str
     sha256: str
 
+    def __len__(self) -> int:
+        return len(self.images)
+
 
 @dataclass(frozen=True)
 class LocalTraining:

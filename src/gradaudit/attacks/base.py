@@ -119,6 +119,14 @@ class Attack(ABC, Generic[M]):
         """Whether the attack has to learn from public text before it can run: see `fit`."""
         return False
 
+    def simulated_updates(self, public: int) -> int:
+        """Return how many updates of public data `fit` simulates at least, for `gradaudit check`'s estimate.
+
+        Args:
+            public: whole updates that the public data makes.
+        """
+        return public
+
     def fit(
         self, simulate: Any, public: Any, target: Target, model: Any, folder: Path, rng: torch.Generator
     ) -> Attack[M]:

@@ -88,6 +88,9 @@ class Lti(Attack):
     def unfitted(self) -> bool:
         return not self.inverter
 
+    def simulated_updates(self, public: int) -> int:
+        return public * (self.epochs if self.pseudo else 1)
+
     def fit(
         self, simulate: Simulation, public: Public, target: Target, model: TextModel, folder: Path, rng: torch.Generator
     ) -> Attack:

@@ -74,6 +74,9 @@ class LtiImages(Attack[ImageModel]):
     def unfitted(self) -> bool:
         return not self.inverter
 
+    def simulated_updates(self, public: int) -> int:
+        return public * (1 + self.mirrored)
+
     def fit(
         self,
         simulate: Simulation,
