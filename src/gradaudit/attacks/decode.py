@@ -140,10 +140,12 @@ class Decode(Attack):
         special = seen.model.special
         ids, sent = [w.token for w in words], matrices(seen, self.blocks)
         if size == 1 and self._orderable(seen):
-            found = order_words(seen.model, stacked, sent, ids, self.order_evaluations, rng)
+            length = seen.knowledge.lengths[0] if seen.knowledge.lengths else None
+            found = order_words(seen.model, stacked, sent, ids, self.order_evaluations, rng, length)
             details |= {"likeness": round(found.likeness, 4)}
             note += ", and were ordered by the likeness of the sentence's own gradient"
-            return Reconstruction((found.tokens,), (found.label,), ("guess",), (note,), details)
+            labels = None if found.label is None else (found.label,)
+            return Reconstruction((found.tokens,), labels, ("guess",), (note,), details)
         if size > 1 and self._orderable(seen) and not seen.model.causal and {"q", "k"} <= set(roles):
             placed = place_words(seen.model, stacked, roles, ids, size)
             several = unmix(seen.model, placed, sent, ids, size, self.order_evaluations, rng) if placed else []
@@ -159,8 +161,7 @@ class Decode(Attack):
     @staticmethod
     def _orderable(seen: Observation) -> bool:
         """Say whether one sentence's words can be placed: dropout off (or not told), one gradient, fixed positions."""
-        plain = seen.kind == "gradient" and not seen.knowledge.dropout
-        return plain and seen.model.absolute_positions and seen.model.spec.task == "classification"
+        return seen.kind == "gradient" and not seen.knowledge.dropout and seen.model.absolute_positions
 
     # dropout on
 

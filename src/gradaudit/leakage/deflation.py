@@ -31,13 +31,13 @@ def matrices_of(seen: Observation, keys: Iterable[tuple[int, str]]) -> dict[tupl
     return found
 
 
-def sentence_gradient(model: TextModel, sentence: tuple[int, ...], label: int, like: Matrices) -> Matrices:
+def sentence_gradient(model: TextModel, sentence: tuple[int, ...], label: int | None, like: Matrices) -> Matrices:
     """Return one sentence's own gradient (batch of one), for the same matrices.
 
     Args:
         model: the model, in evaluation mode.
         sentence: token ids.
-        label: its class.
+        label: its class; None where next words are predicted.
         like: the matrices wanted.
     """
     device = next(iter(like.values())).device
@@ -46,7 +46,8 @@ def sentence_gradient(model: TextModel, sentence: tuple[int, ...], label: int, l
     names = sorted({view.parameter for view in views.values()})
     parameters = model.parameters()
     with torch.enable_grad():
-        loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=torch.tensor([label], device=device))
+        labels = ids if label is None else torch.tensor([label], device=device)
+        loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=labels)
         grads = dict(zip(names, torch.autograd.grad(loss, [parameters[n] for n in names]), strict=True))
     return {key: view(grads[view.parameter]).detach().double() for key, view in views.items()}
 

@@ -33,14 +33,19 @@ class Ordered:
     Args:
         tokens: its ids.
         inner: those between the special tokens.
-        label: its class.
+        label: its class; None where next words are predicted.
         likeness: mean cosine over tensors.
     """
 
     tokens: tuple[int, ...]
     inner: tuple[int, ...]
-    label: int
+    label: int | None
     likeness: float
+
+
+def classes_of(model: TextModel) -> Sequence[int | None]:
+    """Return the labels that a sentence may have: the model's classes; next words need none."""
+    return range(model.spec.labels) if model.spec.task == "classification" else (None,)
 
 
 @torch.no_grad()
@@ -81,7 +86,7 @@ def arrange(like: Tensor, words: Sequence[int]) -> list[int]:
     return chosen
 
 
-def likeness(model: TextModel, sentence: tuple[int, ...], label: int, sent: Matrices) -> float:
+def likeness(model: TextModel, sentence: tuple[int, ...], label: int | None, sent: Matrices) -> float:
     """Return the mean cosine, over tensors, between a sentence's own gradient and the one that was sent."""
     own = sentence_gradient(model, sentence, label, sent)
     cosines = [torch.nn.functional.cosine_similarity(own[k].flatten(), g.flatten(), dim=0) for k, g in sent.items()]
@@ -89,52 +94,72 @@ def likeness(model: TextModel, sentence: tuple[int, ...], label: int, sent: Matr
 
 
 def order_words(
-    model: TextModel, stacked: Tensor, sent: Matrices, words: Sequence[int], evaluations: int, rng: torch.Generator
+    model: TextModel,
+    stacked: Tensor,
+    sent: Matrices,
+    words: Sequence[int],
+    evaluations: int,
+    rng: torch.Generator,
+    length: int | None = None,
 ) -> Ordered:
     """Return the words as the one sentence whose gradient is most like the one sent.
 
     Args:
-        model: a classifier with absolute positions.
+        model: one with absolute positions.
         stacked: [out, d] block 0's gradients that share an input.
         sent: the gradients compared, by (block, role).
         words: token ids in the order of their evidence.
         evaluations: gradients computed at most, shared by the starts.
         rng: draws the order in which changes are tried.
+        length: tokens of the sentence, special ones included, where the attacker was given it.
     """
-    room = model.max_length - len(model.special.prefix) - len(model.special.suffix)
+    ends = len(model.special.prefix) + len(model.special.suffix)
+    room = model.max_length - ends
     shortest = min(max(1, len(words) - _SHORTER), room)
+    lengths = range(shortest, min(len(words) + _LONGER, room) + 1)
+    if length is not None:
+        room = min(max(1, length - ends), room)
+        lengths = range(room, room + 1)
     starts: list[Ordered] = []
-    for inner in range(shortest, min(len(words) + _LONGER, room) + 1):
+    for inner in lengths:
         used = list(words[:inner])
         placed = arrange(likely_places(model, stacked, used, inner), used)
-        starts += [judged(model, placed, label, sent) for label in range(model.spec.labels)]
+        starts += [judged(model, placed, label, sent) for label in classes_of(model)]
     starts.sort(key=lambda s: -s.likeness)
     best, left = starts[0], evaluations - len(starts)
     for start in starts[:_STARTS]:
-        now, left = mended(model, start, words, sent, left, rng)
+        now, left = mended(model, start, words, sent, left, rng, None if length is None else room)
         best = now if now.likeness > best.likeness else best
     return best
 
 
 def mended(
-    model: TextModel, start: Ordered, words: Sequence[int], sent: Matrices, evaluations: int, rng: torch.Generator
+    model: TextModel,
+    start: Ordered,
+    words: Sequence[int],
+    sent: Matrices,
+    evaluations: int,
+    rng: torch.Generator,
+    inner: int | None = None,
 ) -> tuple[Ordered, int]:
     """Return the sentence that single changes lead to while they make its gradient more like the one sent.
 
     Args:
-        model: a classifier.
+        model: the model.
         start: where to start.
         words: token ids that may be put in.
         sent: the gradients compared.
         evaluations: gradients computed at most.
         rng: draws the order in which changes are tried.
+        inner: tokens between the special ones, where these are known: then changes keep their number.
 
     Returns:
         The sentence, and how many evaluations are left.
     """
-    room = model.max_length - len(model.special.prefix) - len(model.special.suffix)
+    room = inner or model.max_length - len(model.special.prefix) - len(model.special.suffix)
     now, left = start, evaluations
-    changes = changes_of(now, words, room, rng)
+    least = inner or 1
+    changes = changes_of(now, words, least, room, rng)
     while left > 0:
         other = next(changes, None)
         if other is None:
@@ -143,23 +168,30 @@ def mended(
         step("decode: order of the words", evaluations - left, evaluations)
         found = judged(model, other, now.label, sent)
         if found.likeness > now.likeness:
-            now, changes = found, changes_of(found, words, room, rng)
+            now, changes = found, changes_of(found, words, least, room, rng)
     return now, left
 
 
-def judged(model: TextModel, inner: Sequence[int], label: int, sent: Matrices) -> Ordered:
+def judged(model: TextModel, inner: Sequence[int], label: int | None, sent: Matrices) -> Ordered:
     """Return a sentence, framed by the special tokens, with the likeness of its gradient to the one sent."""
     sentence = (*model.special.prefix, *inner, *model.special.suffix)
     return Ordered(sentence, tuple(inner), label, likeness(model, sentence, label, sent))
 
 
-def changes_of(now: Ordered, words: Sequence[int], room: int, rng: torch.Generator) -> Iterator[list[int]]:
-    """Yield, in random order, every exchange, move, removal, repetition and replacement of one of the words."""
+def changes_of(now: Ordered, words: Sequence[int], least: int, room: int, rng: torch.Generator) -> Iterator[list[int]]:
+    """Yield, in random order, every exchange, move, removal, repetition and replacement of one of the words.
+
+    Args:
+        now: the sentence that is changed.
+        words: token ids that may be put in.
+        least, room: tokens between the special ones, at least and at most.
+        rng: draws the order.
+    """
     inner = list(now.inner)
     places = range(len(inner))
     changes: list[tuple[str, int, int]] = [("exchange", a, b) for a, b in combinations(places, 2)]
     changes += [("move", a, b) for a in places for b in places if abs(a - b) > 1]
-    changes += [("remove", a, 0) for a in places if len(inner) > 1]
+    changes += [("remove", a, 0) for a in places if len(inner) > least]
     changes += [("put", word, b) for word in words for b in range(len(inner) + 1) if len(inner) < room]
     changes += [("replace", word, b) for word in words for b in places if word != inner[b]]
     for at in torch.randperm(len(changes), generator=rng).tolist():

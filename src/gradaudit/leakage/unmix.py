@@ -16,7 +16,7 @@ from torch import Tensor
 from gradaudit.leakage.assembly import Placed, propose
 from gradaudit.leakage.deflation import Matrices, sentence_gradient
 from gradaudit.leakage.linking import joint_support
-from gradaudit.leakage.order import Ordered, judged, mended
+from gradaudit.leakage.order import Ordered, classes_of, judged, mended
 from gradaudit.leakage.pairs import Pairs, placed_signals
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -106,7 +106,7 @@ def unmix(
     while len(found) < size and proposals:
         step(f"decode: {len(found)} of {size} sentences", len(found), size)
         options = [p[ends[0] : len(p) - ends[1]] for p in proposals[:_JUDGED]]
-        starts = [judged(model, o, y, left) for o in options if o for y in range(model.spec.labels)]
+        starts = [judged(model, o, y, left) for o in options if o for y in classes_of(model)]
         if not starts:
             break
         start = max(starts, key=lambda s: s.likeness)
