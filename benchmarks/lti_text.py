@@ -73,10 +73,12 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "lti-p": NET | {"pseudo": True, "epochs": 5},
     "lti": NET | {"epochs": 7},
     "tag": {"name": "tag"},
+    "exchange": {"name": "exchange"},
     "decode": {"name": "decode"},
     "blind": {"name": "blind"},
 }
-SLOW = ("tag", "decode")
+SLOW = ("tag",)
+SOME = ("decode", "exchange")
 FEW = 6000
 """Public windows of a cell by layers."""
 
@@ -150,7 +152,9 @@ def defenses() -> list[Cell]:
     """Every attack under every defense; what learns first."""
     ours = [Cell(attack, defense, FEW) for attack in ("layers-p", "layers") for defense in DEFENSES]
     return ours + [
-        Cell(attack, defense) for attack in ("lti-p", "lti", "blind", "decode", "tag") for defense in DEFENSES
+        Cell(attack, defense)
+        for attack in ("lti-p", "lti", "blind", "decode", "exchange", "tag")
+        for defense in DEFENSES
     ]
 
 
@@ -230,6 +234,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/lti"), help="records, inverters and the model")
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/lti"), help="tables' folder")
     parser.add_argument("--windows", type=int, default=200, help="private windows a cell")
+    parser.add_argument("--some", type=int, default=20, help=f"the same of {' and '.join(SOME)}")
     parser.add_argument("--slow", type=int, default=10, help=f"the same of {' and '.join(SLOW)}")
     parser.add_argument("--only", default="", help="only these attacks, as lti,lti-p")
     parser.add_argument("--device", default="auto")
@@ -250,7 +255,7 @@ def main() -> None:
         for cell in GROUPS[group]():
             if given.only and cell.attack not in given.only.split(","):
                 continue
-            count = given.slow if cell.attack in SLOW else given.windows
+            count = given.slow if cell.attack in SLOW else given.some if cell.attack in SOME else given.windows
             case = parse_case(cell.case(given.data, folder, count))
             ready = prepare(case, Path.cwd(), device, loaded)
             loaded = ready.model
