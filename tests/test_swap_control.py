@@ -25,6 +25,7 @@ QUICK = {
     "grab": {"steps": 6, "rounds": 2, "starts": 4, "permutations": 4, "passes": 1},
     "lamp": {"steps": 10, "starts": 4, "permutations": 4, "edits": 4, "every": 4},
     "dager": {"max_candidates": 500},
+    "exchange": {"evaluations": 30, "proposals": 6},
 }
 
 

@@ -1,0 +1,105 @@
+"""Words exchanged one by one: slopes against differences, and whole sentences through defenses beside the control."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradaudit.client import Client
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.likeness import Likeness
+from gradaudit.registry import build
+from gradaudit.streams import stream
+from gradaudit.types import Given
+from tiny_models import batch_of, seen_of, sentences
+
+TOLD = Given(lengths=True, labels=True)
+
+
+def client_of(model, *defenses) -> Client:
+    return Client(model, defenses=tuple(build("defense", *d) for d in defenses))
+
+
+@pytest.mark.parametrize(("family", "task"), [("gpt2", "causal-lm"), ("bert", "classification")])
+def test_the_truth_is_likest_and_slopes_are_the_limit_of_differences(load, family, task):
+    model = load(family, task)
+    batch = batch_of(model, sentences((5,), 3), None if task == "causal-lm" else [1])
+    like = Likeness(seen_of(client_of(model), batch, given=TOLD), batch.mask)
+    assert like(batch.ids, batch.labels) == pytest.approx(1, abs=1e-5)
+    wrong = batch.ids.clone()
+    slot = len(model.special.prefix) + 1
+    known = (*batch.sequences()[0], *model.special.ids)
+    wrong[0, slot] = next(i for i in range(model.vocabulary_size) if i not in known)
+    here = like(wrong, batch.labels)
+    assert here < 0.999
+    slopes = like.slopes(wrong, batch.labels)
+    assert torch.equal(slopes.gather(2, wrong[..., None]), torch.zeros(1, wrong.shape[1], 1))
+
+    # a word that is a little of another one: its vector, and as a target its share
+    table, other, little = model.word_vectors(), int(batch.ids[0, slot]), 1e-2
+    vectors = table[wrong].clone()
+    vectors[0, slot] += little * (table[other] - table[int(wrong[0, slot])])
+    labels = batch.labels
+    if task == "causal-lm":
+        labels = torch.nn.functional.one_hot(wrong, len(table)).float()
+        labels[0, slot, other], labels[0, slot, wrong[0, slot]] = little, 1 - little
+    loss = model.loss(embeddings=vectors, mask=batch.mask, labels=labels)
+    made = like._seen_of(torch.autograd.grad(loss, like._parameters()))
+    assert (float(like._cosine(made)) - here) / little == pytest.approx(float(slopes[0, slot, other]), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "defense"),
+    [
+        ("gpt2", "causal-lm", None),
+        ("gpt2", "causal-lm", ("sign", {})),
+        ("gpt2", "causal-lm", ("gaussian", {"sigma": 0.1, "relative": True})),
+        ("gpt2", "causal-lm", ("topk", {"keep": 0.2})),
+        ("gpt2", "causal-lm", ("clip", {"norm": 0.01})),
+        ("gpt2", "causal-lm", ("normalized-gaussian", {"sigma": 1e-3})),
+    ],
+    ids=str,
+)
+def test_sentences_come_back_through_defenses(load, family, task, defense):
+    client = client_of(load(family, task), *([defense] if defense else []))
+    texts = sentences((5, 5, 5, 5), 7)
+    batches = [batch_of(client.model, [text], None if task == "causal-lm" else [1]) for text in texts]
+    attack = build("attack", "exchange", {"evaluations": 700, "proposals": 24})
+    found = [attack(seen_of(client, b, given=TOLD, seed=n), stream(0, "a")) for n, b in enumerate(batches)]
+
+    def right(shift: int) -> float:
+        pairs = [(a, b) for n, f in enumerate(found) for a, b in zip(
+            f.sequences[0], batches[(n + shift) % len(batches)].sequences()[0], strict=True)]  # fmt: skip
+        free = [(a, b) for a, b in pairs if b not in client.model.special.ids]
+        return sum(a == b for a, b in free) / len(free)
+
+    assert right(0) > 0.6
+    assert right(1) < 0.3, "another batch's update tells nothing of this one"
+    for one, batch in zip(found, batches, strict=True):
+        assert one.details["gradient_evaluations"] <= 700 + 2 * 24 + 5
+        if one.certificates == ("likely",):
+            assert one.sequences[0] == tuple(batch.sequences()[0])
+
+
+def test_a_label_that_is_not_known_is_exchanged_too(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 4), 2), [1, 0])
+    seen = seen_of(client_of(model), batch, given=Given(lengths=True))
+    assert seen.knowledge.labels is None
+    found = build("attack", "exchange", {"evaluations": 300})(seen, stream(0, "a"))
+    assert set(found.labels or ()) <= {0, 1}
+    assert len(found.labels or ()) == 2
+    like = Likeness(seen, batch.mask)
+    assert found.details["likeness"] >= like(torch.tensor(list(found.sequences)), torch.tensor([0, 0])) - 1e-5
+
+
+def test_what_cannot_be_matched_is_refused(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((4,), 2), [1])
+    seen = seen_of(client_of(model), batch, selection="word", given=TOLD)
+    with pytest.raises(NotSupportedError, match="nothing to match"):
+        build("attack", "exchange", {})(seen, stream(0, "a"))
+    with pytest.raises(BadInputError, match="evaluations must be at least 1"):
+        build("attack", "exchange", {"evaluations": 0})
+    assert not build("attack", "exchange", {}).reckons_with("dp-sgd", model, 2)
+    assert build("attack", "exchange", {}).reckons_with("dp-sgd", model, 1)
