@@ -11,7 +11,7 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
-import gradaudit.example_gradients
+import gradaudit.examples
 from gradaudit.client import Client
 from gradaudit.defenses.dpsgd import DPSGD
 from gradaudit.defenses.noise import Gaussian
@@ -138,14 +138,36 @@ def test_parts_of_a_batch_add_up_to_the_batch(load, monkeypatch):
     whole = sent(model, batch, DPSGD(0.5, 0.1))
     one = sum(p.numel() * 4 for p in model.parameters().values())
     for at_once in (1, 2):
-        monkeypatch.setattr(gradaudit.example_gradients, "BYTES_AT_ONCE", at_once * one)
+        monkeypatch.setattr(gradaudit.examples, "BYTES_AT_ONCE", at_once * one)
         assert close(sent(model, batch, DPSGD(0.5, 0.1)), whole)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet", "gpt2", "llama"])
+@pytest.mark.parametrize("task", ["classification", "causal-lm"])
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_gradients_by_factors_are_those_of_opacus_hooks_with_the_same_dropout(load, family, task, padding):
+    if task == "causal-lm" and family not in ("gpt2", "llama"):
+        pytest.skip("an encoder predicts no next words")
+    model = load(family, task)
+    batch = batch_of(model, sentences((4, 9, 6), 1), [0, 1, 1] if task == "classification" else None)
+    examples = gradaudit.examples.examples_of(model, batch, padding)
+    client = Client(model, dropout=True, dropout_rate=0.3)
+    trained = [name for name in model.parameters() if "relative_attention_bias" not in name]
+    rows = torch.arange(3)
+    hooks, factors = examples.apart(trained), examples.apart_once(trained)
+    assert type(hooks) is not type(factors)
+    (one,), (other,) = (list(how.chunks(rows, client._part_mode(5, 0))) for how in (hooks, factors))
+    assert set(one) == set(other) == set(trained)
+    for name, expected in one.items():
+        assert torch.allclose(other[name], expected, atol=1e-5, rtol=1e-3), name
+    (again,) = factors.chunks(rows, client._part_mode(6, 0))
+    assert family == "llama" or any(not torch.equal(again[name], other[name]) for name in trained)
 
 
 def test_parts_of_a_batch_share_no_dropout_masks(load, monkeypatch):
     model = load("bert")
     twice = batch_of(model, sentences((6,), 1) * 2)
-    monkeypatch.setattr(gradaudit.example_gradients, "BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(gradaudit.examples, "BYTES_AT_ONCE", 1)
     together = sent(model, twice, OPEN, dropout=True, dropout_rate=0.3)
     first = sent(model, rows_of(twice, 0), OPEN, dropout=True, dropout_rate=0.3)
     assert not close(together, first), "the second part dropped what the first did"

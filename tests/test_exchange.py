@@ -24,7 +24,7 @@ def client_of(model, *defenses) -> Client:
 def test_the_truth_is_likest_and_slopes_are_the_limit_of_differences(load, family, task):
     model = load(family, task)
     batch = batch_of(model, sentences((5,), 3), None if task == "causal-lm" else [1])
-    like = Likeness(seen_of(client_of(model), batch, given=TOLD), batch.mask)
+    like = Likeness(seen_of(client_of(model), batch, given=TOLD), batch.mask, "exchange")
     assert like(batch.ids, batch.labels) == pytest.approx(1, abs=1e-5)
     wrong = batch.ids.clone()
     slot = len(model.special.prefix) + 1
@@ -89,7 +89,7 @@ def test_a_label_that_is_not_known_is_exchanged_too(load):
     found = build("attack", "exchange", {"evaluations": 300})(seen, stream(0, "a"))
     assert set(found.labels or ()) <= {0, 1}
     assert len(found.labels or ()) == 2
-    like = Likeness(seen, batch.mask)
+    like = Likeness(seen, batch.mask, "exchange")
     assert found.details["likeness"] >= like(torch.tensor(list(found.sequences)), torch.tensor([0, 0])) - 1e-5
 
 
@@ -99,6 +99,10 @@ def test_what_cannot_be_matched_is_refused(load):
     seen = seen_of(client_of(model), batch, selection="word", given=TOLD)
     with pytest.raises(NotSupportedError, match="nothing to match"):
         build("attack", "exchange", {})(seen, stream(0, "a"))
+    gpt2 = client_of(load("gpt2"), ("normalized-gaussian", {"sigma": 1e-3}))
+    thirds = seen_of(gpt2, batch_of(gpt2.model, sentences((4,), 2), [1]), selection="0:q", given=TOLD)
+    with pytest.raises(NotSupportedError, match="'exchange' cannot normalize a part of a matrix"):
+        build("attack", "exchange", {})(thirds, stream(0, "a"))
     with pytest.raises(BadInputError, match="evaluations must be at least 1"):
         build("attack", "exchange", {"evaluations": 0})
     assert not build("attack", "exchange", {}).reckons_with("dp-sgd", model, 2)

@@ -211,7 +211,7 @@ class Client:
         """
         _, trained = self._trained()
         seed = draw_seed(rng)
-        apart = examples_of(self.model, batch, self.padding).apart(trained)
+        apart = examples_of(self.model, batch, self.padding).apart_once(trained)
         chunks = list(apart.chunks(torch.arange(len(batch)), self._part_mode(seed, 0)))
         if len(chunks) == 1:
             return chunks[0]
@@ -292,7 +292,7 @@ class Client:
         everything = torch.arange(size)
         guard = self._guard()
         if guard is not None:
-            return self._guarded(guard, examples.apart(trained), everything, expected or float(size), seed, 0)
+            return self._guarded(guard, examples.apart_once(trained), everything, expected or float(size), seed, 0)
         with self._mode(seed, 0):
             loss = examples.loss(everything, None)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

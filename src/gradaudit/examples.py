@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradaudit.errors import BadInputError
 from gradaudit.example_gradients import BYTES_AT_ONCE, ExampleGradients, Mode
+from gradaudit.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
@@ -46,6 +47,10 @@ class Examples(ABC):
     def apart(self, trained: Collection[str]) -> Apart:
         """Return the means to compute each example's own gradient, on a copy of the parameters."""
 
+    def apart_once(self, trained: Collection[str]) -> Apart:
+        """Return the means to compute it at the model's own weights, where no local step moves them."""
+        return self.apart(trained)
+
 
 def examples_of(model: Model, batch: Private, padding: Literal["right", "left"]) -> Examples:
     """Return a batch beside its model.
@@ -78,6 +83,11 @@ class _Text(Examples):
     def apart(self, trained: Collection[str]) -> Apart:
         return _TextApart(self, ExampleGradients.of(self._model, trained))
 
+    def apart_once(self, trained: Collection[str]) -> Apart:
+        if set(trained) <= tapped_parameters(self._model):
+            return _TextByFactors(self, self._model, trained)
+        return self.apart(trained)
+
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids, mask and labels, no longer than the longest of them."""
         batch, device = self._batch, self._model.device
@@ -97,6 +107,25 @@ class _TextApart(Apart):
 
     def chunks(self, rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
         return self._gradients.chunks(*self._text.inputs(rows), mode)
+
+
+class _TextByFactors(Apart):
+    """Gradients made from what each layer read and the slopes of what it wrote: half the cost of Opacus' hooks."""
+
+    def __init__(self, text: _Text, model: TransformersModel, trained: Collection[str]) -> None:
+        self._text, self._model = text, model
+        self.parameters = {name: p for name, p in model.parameters().items() if name in set(trained)}
+        one = sum(p.numel() * p.element_size() for p in self.parameters.values())
+        self._at_once = max(1, BYTES_AT_ONCE // one)
+
+    def chunks(self, rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
+        ids, mask, labels = (value[:, None] for value in self._text.inputs(rows))
+        for part, start in enumerate(range(0, len(ids), self._at_once)):
+            some = slice(start, start + self._at_once)
+            chosen = labels[some] if self._model.spec.task == "classification" else None
+            with mode(self._model, part):
+                found = dict(gradients_of_batches(self._model, ids[some], mask[some], chosen, self.parameters, True))
+            yield found
 
 
 class _Images(Examples):

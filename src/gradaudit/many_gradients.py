@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -10,9 +11,13 @@ from torch import Tensor
 from gradaudit.models.taps import Tap
 from gradaudit.models.transformers import TransformersModel
 
+_tapped: WeakKeyDictionary[TransformersModel, frozenset[str]] = WeakKeyDictionary()
+
 
 def tapped_parameters(model: TransformersModel) -> frozenset[str]:
     """Return the names of the parameters whose gradients factors make; others need a pass a batch (MPNet's bias)."""
+    if model in _tapped:
+        return _tapped[model]
     words = model.word_vectors()[:3]
     ids = torch.arange(3, device=words.device).expand(2, 3)
     labels = ids if model.spec.task == "causal-lm" else torch.zeros(2, dtype=torch.long, device=words.device)
@@ -20,13 +25,21 @@ def tapped_parameters(model: TransformersModel) -> frozenset[str]:
         traced = model.traced(
             embeddings=words.expand(2, 3, -1), mask=ids >= 0, labels=labels, watch=list(model.parameters())
         )
-    return frozenset(traced.taps) | frozenset(model.group("word"))
+    _tapped[model] = frozenset(traced.taps) | frozenset(model.group("word"))
+    return _tapped[model]
 
 
 def gradients_of_batches(
-    model: TransformersModel, ids: Tensor, mask: Tensor, labels: Tensor | None, wanted: Collection[str]
+    model: TransformersModel,
+    ids: Tensor,
+    mask: Tensor,
+    labels: Tensor | None,
+    wanted: Collection[str],
+    every_row: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each wanted parameter's gradients [n, ...] of n batches, as `Client` computes them one by one, dropout off.
+    """Yield each wanted parameter's gradients [n, ...] of n batches, as `Client` computes them one by one.
+
+    The model is left in the mode that it is in: in training mode dropout draws from torch's global stream.
 
     Args:
         model: the model; it is left as it is.
@@ -34,6 +47,7 @@ def gradients_of_batches(
         mask: [n, B, T] bool.
         labels: [n, B] classes; None for causal language modeling.
         wanted: parameter names, out of `tapped_parameters`.
+        every_row: compute rows that a classifier does not read too, so that dropout draws as in the client's pass.
     """
     count, size = ids.shape[:2]
     flat, real = ids.flatten(0, 1), mask.flatten(0, 1)
@@ -42,7 +56,7 @@ def gradients_of_batches(
     targets = flat if labels is None else labels.flatten()
     with torch.enable_grad():
         vectors = model.word_vectors()[flat].requires_grad_(True)
-        traced = model.traced(embeddings=vectors, mask=real, labels=targets, watch=watch)
+        traced = model.traced(embeddings=vectors, mask=real, labels=targets, watch=watch, every_row=every_row)
         sums = traced.losses.view(count, size).sum(1)
         # text predicts each real token behind another: as many shares as the batch has of them
         weight = (mask[..., 1:] & mask[..., :-1]).sum((1, 2)) if labels is None else torch.full_like(sums, size)

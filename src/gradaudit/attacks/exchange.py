@@ -58,7 +58,7 @@ class Exchange(Attack):
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         model = seen.model
         frame = layout(seen, self.assumed_length)
-        like = Likeness(seen, frame.mask, self.counter)
+        like = Likeness(seen, frame.mask, self.name, self.counter)
         words = torch.tensor([token not in model.special.ids for token in range(model.vocabulary_size)])
         free = frame.mask & ~frame.fixed
         ids = torch.where(free, frequent_tokens(model)[0], frame.ids)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradaudit.defenses.base import UpdateDefense, by_update
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register
-
-_SAMPLED = 4096
-"""Magnitudes that tell about where the largest begin: sorting all of a large tensor takes three times as long."""
 
 
 @register
@@ -58,65 +56,32 @@ class TopK(UpdateDefense):
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         if not self.whole:
             return self.each_tensor(tensors, rng)
-        sizes = torch.cat([value.detach().abs().flatten().double() for value in tensors.values()])
-        sent = torch.zeros_like(sizes, dtype=torch.bool)
-        sent[_largest(sizes, max(1, round(self.keep * len(sizes))))] = True
-        parts = torch.split(sent, [value.numel() for value in tensors.values()])
-        return {
-            name: torch.where(part.view_as(value), value, value.new_zeros(()))
-            for (name, value), part in zip(tensors.items(), parts, strict=True)
-        }
+        every = torch.cat([value.detach().flatten().double() for value in tensors.values()])
+        parts = torch.split(self._largest(every), [value.numel() for value in tensors.values()])
+        return {n: part.view_as(v).to(v.dtype) for (n, v), part in zip(tensors.items(), parts, strict=True)}
 
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
-        flat = values.flatten(1)
-        count = max(1, round(self.keep * flat.shape[1]))
-        if flat.shape[1] < 2 * _SAMPLED:  # all rows at once, unless magnitudes are equal
-            sizes = flat.abs()
-            sent = sizes >= sizes.kthvalue(flat.shape[1] - count + 1, dim=1, keepdim=True).values
-            if bool((sent.sum(1) == count).all()):
-                return torch.where(sent, flat, flat.new_zeros(())).view_as(values)
-        kept = torch.zeros_like(flat)
-        for row, out in zip(flat, kept, strict=True):
-            sent = _largest(row.abs(), count)
-            if sent.dtype == torch.bool:
-                torch.where(sent, row, out, out=out)
-            else:
-                out[sent] = row[sent]
-        return kept.view_as(values)
+        return torch.stack([self._largest(one.flatten()) for one in values]).view_as(values)
 
-
-def _largest(sizes: Tensor, count: int) -> Tensor:
-    """Return which of [m] magnitudes are the `count` largest: their indices where they are few, else a mask [m].
-
-    A sample tells between which two magnitudes the smallest of them lies, and only what lies between is sorted.
-    """
-    every = len(sizes) // _SAMPLED
-    if every >= 2:
-        sample = sizes[::every]
-        place = count // every
-        around = 8 + 4 * math.isqrt(place)
-        floor = _th_largest(sample, min(len(sample), place + around))
-        if place <= around:
-            maybe = (sizes >= floor).nonzero().flatten()
-            if len(maybe) >= count:  # no unlucky sample
-                return maybe[sizes[maybe].topk(count, sorted=False).indices]
-        else:
-            sent = sizes > _th_largest(sample, place - around)
-            maybe = ((sizes >= floor) ^ sent).nonzero().flatten()
-            left = count - int(sent.count_nonzero())
-            if 0 <= left <= len(maybe):
-                sent[maybe[sizes[maybe].topk(left, sorted=False).indices]] = True
-                return sent
-    # the smallest that is sent is found several times faster than all that are
-    least = _th_largest(sizes, count)
-    sent = sizes > least
-    sent[(sizes == least).nonzero().flatten()[: count - int(sent.sum())]] = True
-    return sent
+    def _largest(self, values: Tensor) -> Tensor:
+        """Return numbers [m] with zeros but for the largest magnitudes; of equal ones the first are kept."""
+        count = max(1, round(self.keep * len(values)))
+        least = _th_largest(values.abs(), count).to(values.dtype)
+        kept: Tensor = F.hardshrink(values, float(torch.nextafter(least, torch.zeros_like(least))))
+        over = int(kept.count_nonzero()) - count
+        if over > 0:
+            equal = (values.abs() == least).nonzero().flatten()
+            kept[equal[len(equal) - over :]] = 0
+        return kept
 
 
 def _th_largest(sizes: Tensor, place: int) -> Tensor:
     """Return the magnitude at a place, from 1, of the order from large to small."""
-    return sizes.kthvalue(len(sizes) - place + 1).values
+    at = len(sizes) - place
+    if sizes.device.type == "cpu":  # NumPy's selection is vectorized: five times faster than torch's on the CPU
+        sizes = sizes if sizes.dtype == torch.float64 else sizes.float()  # it knows no bfloat16
+        return torch.from_numpy(np.partition(sizes.numpy(), at)[at : at + 1])[0]
+    return sizes.kthvalue(at + 1).values
 
 
 @register
@@ -166,4 +131,5 @@ class Quantize(UpdateDefense):
         if self.bits == 16:
             return values.bfloat16().to(values.dtype)
         step = by_update(values.flatten(1).abs().amax(1) / (2 ** (self.bits - 1) - 1), values)
-        return torch.where(step == 0, values, (values / step).round() * step)
+        step = torch.where(step == 0, 1.0, step)  # nothing but zeros
+        return (values / step).round_().mul_(step)

@@ -31,9 +31,22 @@ def countered(distance: Distance, seen: Observation, attack: str) -> Distance:
     inner = OnSupport(distance) if names & {"topk", "random-pruning"} else distance
     if "normalized-gaussian" not in names:
         return inner
+    must_be_whole(seen, attack)
+    return Normalized(inner)
+
+
+def must_be_whole(seen: Observation, attack: str) -> None:
+    """Refuse to scale a guess's tensors to unit norm where the client scaled matrices of which only parts are seen.
+
+    Args:
+        seen: the observation.
+        attack: its name, for the message.
+
+    Raises:
+        NotSupportedError: some tensor seen is a part of a matrix.
+    """
     if any(view.rows is not None for view in seen.views.values()):
         raise NotSupportedError(
             f"attack '{attack}' cannot normalize a part of a matrix as the client did the whole: GPT-2's q, k and v "
             "are thirds of one; select all of it, or set counter = false"
         )
-    return Normalized(inner)

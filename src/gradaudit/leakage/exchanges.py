@@ -68,14 +68,16 @@ def exchange_words(like: Likeness, start: Guess, how: Exchanges, rng: torch.Gene
         what: name for the progress bar.
     """
     best = now = start
+    around = torch.empty(0)  # slopes of the likest guess, for the kicks that start from it
     while like.spent < how.evaluations and best.likeness < 1 - _TOGETHER:
         step(what, min(like.spent, how.evaluations), how.evaluations)
         slopes = like.slopes(now.ids, now.labels)
         slopes = slopes.masked_fill(~(how.free[..., None] & how.words), -torch.inf)
+        around = slopes if now is best else around
         better = _steepest(like, now, slopes, how)
         if better is now:
             better = _slot_by_slot(like, now, slopes, how, rng)
-        now = better if better is not now else _kicked(like, best, slopes, how, rng)
+        now = better if better is not now else _kicked(like, best, around, how, rng)
         best = now if now.likeness > best.likeness else best
     step(what, how.evaluations, how.evaluations)
     return best

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.counters import must_be_whole
 from gradaudit.leakage.matching import as_gradient, word_gradient_hidden
 from gradaudit.models.base import View
 from gradaudit.types import Observation
@@ -27,13 +28,15 @@ class Likeness:
     Args:
         seen: the observation.
         mask: [B, T] bool, True where a slot holds a token.
+        attack: its name, for messages.
         replay: apply defenses to the guess.
 
     Raises:
-        NotSupportedError: nothing but the word table's gradient was seen, or a weight change that is no gradient.
+        NotSupportedError: nothing but the word table's gradient was seen, a weight change that is no gradient, or
+            parts of matrices that the client scaled whole.
     """
 
-    def __init__(self, seen: Observation, mask: Tensor, replay: bool = True) -> None:
+    def __init__(self, seen: Observation, mask: Tensor, attack: str, replay: bool = True) -> None:
         self._model, self._mask = seen.model, mask
         hidden = set(word_gradient_hidden(seen))
         self._views: dict[str, View] = {name: view for name, view in seen.views.items() if name not in hidden}
@@ -44,8 +47,9 @@ class Likeness:
         self._size = float(torch.stack([t.square().sum() for t in self._observed.values()]).sum().sqrt())
         self._names = sorted({view.parameter for view in self._views.values()})
         self._told = [d["name"] for d in seen.knowledge.defenses or () if replay and d.get("name") in REPLAYED]
+        if "normalized-gaussian" in self._told:
+            must_be_whole(seen, attack)
         self._table = seen.model.word_vectors().detach()
-        self.causal_lm = seen.model.spec.task == "causal-lm"
         self.spent = 0
         """Gradients computed so far."""
 

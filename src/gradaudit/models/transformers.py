@@ -215,10 +215,12 @@ class TransformersModel(TextModel):
         watch: Sequence[str],
         dropout: Dropout | None = None,
         rate: float | None = None,
+        every_row: bool = False,
     ) -> Traced:
         mode = self.training_mode(rate) if dropout is not None else nullcontext()
         sites = DropoutSites(dropout) if dropout is not None else nullcontext()
-        read = self.family.classifying() if self.spec.task == "classification" else nullcontext()
+        fewer = self.spec.task == "classification" and not every_row
+        read = self.family.classifying() if fewer else nullcontext()
         with tapped(self.module, watch, len(embeddings)) as taps, mode, sites, read:
             logits = self._program(None, embeddings, mask)
         if self.spec.task == "classification":
