@@ -79,6 +79,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 SLOW = ("tag",)
 SOME = ("decode", "exchange")
+"""On windows of a draw of their own: some of the others were seen while `exchange` was made."""
 FEW = 6000
 """Public windows of a cell by layers."""
 
@@ -95,12 +96,13 @@ class Cell:
     def case(self, data: Path, model: Path, windows: int) -> dict[str, Any]:
         """The case file's content."""
         attack = ATTACKS[self.attack] | self.fields
+        drawn = 202 if self.attack in SOME else 101
         public = {"path": str(data / PUBLIC), "shuffle_seed": 101} | ({"rows": self.rows} if self.rows else {})
         return {
             "name": f"{self.attack}, {self.defense}",
             "model": f"random:{model}",
             "task": "causal-lm",
-            "data": {"path": str(data / PRIVATE), "window": LENGTH, "shuffle_seed": 101, "batches": windows},
+            "data": {"path": str(data / PRIVATE), "window": LENGTH, "shuffle_seed": drawn, "batches": windows},
             "client": {"freeze": ["word", "head"]},
             # TAG takes lengths from it; LTI has a window's length by its making
             "knowledge": {"lengths": True},
