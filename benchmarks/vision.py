@@ -40,7 +40,8 @@ DEFENSES = {
 }
 ATTACKS = {
     "blind": {"name": "blind"},
-    "lti-kernel": {"name": "lti-images", "learner": "kernel", "mirrored": False},
+    "lti-kernel": {"name": "lti-images", "learner": "kernel"},
+    "lti-refined": {"name": "lti-images", "learner": "kernel", "refine": 1000},
     "ig": {"name": "ig", "steps": 1000},
     "ig-plain": {"name": "ig", "steps": 1000, "restarts": 1, "relative": False},
     "gigip": {"name": "gigip"},
@@ -55,6 +56,7 @@ PUBLISHED = {  # LTI (arXiv 2210.10880): MSE on LeNet, 50,000 auxiliary images; 
     "gigip": (0.001, 0.091, 0.043, 0.124),
     "gigip-plain": (0.001, 0.091, 0.043, 0.124),
     "lti-kernel": (0.004, 0.014, 0.029, 0.012),
+    "lti-refined": (0.004, 0.014, 0.029, 0.012),
     "lti-network": (0.004, 0.014, 0.029, 0.012),
 }
 

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.image_evidence import ImageEvidence
+from gradaudit.leakage.image_matching import image_labels
+from gradaudit.leakage.image_posterior import likeliest_images
 from gradaudit.learned.image_fit import Plan, Simulation, fit_image_inverter
-from gradaudit.learned.image_inverter import load_image_inverter, save_image_inverter
+from gradaudit.learned.image_inverter import ImageInverter, load_image_inverter, save_image_inverter
 from gradaudit.learned.inverter import Target
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
@@ -47,6 +51,13 @@ class LtiImages(Attack[ImageModel]):
         "'network', or 'kernel': ridge regression in closed form, faster and better with few thousand images",
         source="the paper's; the kernel is ours",
     )
+    refine: int = hyper(
+        0,
+        "steps from what was read towards what explains the update best, as far from it as readings of public images "
+        "are; 0 only reads; learner = 'kernel'",
+        source="ours",
+        later=True,
+    )
     width: int = hyper(3000, "of each hidden layer", source="section 4.2")
     hidden: int = hyper(3, "hidden layers", source="section 4.2")
     epochs: int = hyper(200, "passes over the public images", source="section 4.2")
@@ -60,7 +71,11 @@ class LtiImages(Attack[ImageModel]):
         if self.learner not in ("network", "kernel"):
             raise BadInputError(f"attack 'lti-images': learner must be 'network' or 'kernel', got '{self.learner}'")
         self._at_least(1, "width", "hidden", "epochs", "batch")
-        self._at_least(0, "patience")
+        self._at_least(0, "patience", "refine")
+        if self.refine and self.learner != "kernel":
+            raise BadInputError(
+                "attack 'lti-images': refine needs to know how far off readings are, which learner = \"kernel\" tells"
+            )
         if not self.learning_rate > 0 or not 0 < self.validation < 1:
             raise BadInputError(
                 "attack 'lti-images': learning_rate must be above 0, validation must lie between 0 and 1"
@@ -115,9 +130,28 @@ class LtiImages(Attack[ImageModel]):
             )
         inverter = load_image_inverter(Path(self.inverter))
         about = inverter.manifest
+        if self.refine:
+            images, notes = self._refined(seen, inverter)
+        else:
+            images, notes = inverter.images(seen).clamp(0, 1), ()
         note = f"learned from {about.images} public images ({about.public}); MSE {about.mse:.4f} on held-out ones"
         return Reconstruction(
-            images=inverter.images(seen),
-            notes=(note,),
+            images=images,
+            notes=(note, *notes),
             details={"public_images": about.images, "validation": about.mse, "training_steps": about.steps},
         )
+
+    def _refined(self, seen: Observation[ImageModel], inverter: ImageInverter) -> tuple[Tensor, tuple[str, ...]]:
+        """Return the likeliest image given the reading and the update, and a note."""
+        reading, spread = inverter.images(seen), inverter.spread
+        if spread is None:
+            raise NotSupportedError("attack 'lti-images': this inverter was saved without its spread; fit it again")
+        evidence = ImageEvidence(seen)
+        if not evidence.explained:
+            return reading.clamp(0, 1), ("not refined: the defenses have no law here, only one of those that have",)
+        label = image_labels(seen).values
+        known = None if label is None else int(label[0])
+        found = likeliest_images(
+            evidence, reading, known, seen.model.spec.labels, spread.to(reading.device), self.refine, self.name
+        )
+        return found, ("refined: the likeliest image given the reading and the update",)

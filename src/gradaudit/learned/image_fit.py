@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import gradaudit
 from gradaudit.errors import BadInputError
+from gradaudit.learned.compared import compared, output_layer
 from gradaudit.learned.features import Scaling, scaling_of
 from gradaudit.learned.image_inverter import ImageInverter, ImageManifest
 from gradaudit.learned.image_network import ImageNetwork, ImageNetworkShape, in_slots
@@ -25,6 +27,10 @@ from gradaudit.types import PublicImages
 
 _SCALED = 1024
 """Updates that the scaling of the inputs is taken from."""
+_TRIED = 1000
+"""Updates that the inputs' scaling is chosen with."""
+_POWERS = (0.0, 0.5)
+"""Of a number's deviation, that it may be divided by."""
 _CACHE = 2 << 30
 """Bytes of updates that are kept between epochs at most."""
 _AT_ONCE = 256
@@ -105,15 +111,17 @@ def fit_image_inverter(
     shown = _Updates(
         simulate, public, order[held * size : (held + kept) * size], size, stream(seed, "shown"), model.device
     )
-    first = torch.arange(min(_SCALED, kept))
-    parts = [first[at : at + _AT_ONCE] for at in range(0, len(first), _AT_ONCE)]
-    scaling = scaling_of(torch.cat([shown(rows, -1 - n, False)[0] for n, rows in enumerate(parts)]))
     image = _image_of(public)
     reader: ImageNetwork | Kernel
+    output = None
     if plan.kernel:
-        reader, scaling, mse = _by_kernel(shown, held_out, scaling, plan.mirrored)
+        output = output_layer(model, target.tensors)
+        reader, scaling, mse = _by_kernel(shown, held_out, plan.mirrored, target.tensors, output)
         sizes = {"width": 0, "hidden": 0, "references": len(reader.references), "steps": 0}
     else:
+        first = torch.arange(min(_SCALED, kept))
+        parts = [first[at : at + _AT_ONCE] for at in range(0, len(first), _AT_ONCE)]
+        scaling = scaling_of(torch.cat([shown(rows, -1 - n, False)[0] for n, rows in enumerate(parts)]))
         inputs = len(scaling.mean)
         shape = ImageNetworkShape(inputs, plan.width, plan.hidden, size, image)
         network = ImageNetwork(shape, stream(seed, "weights")).to(model.device)
@@ -128,6 +136,8 @@ def fit_image_inverter(
         width=sizes["width"],
         hidden=sizes["hidden"],
         references=sizes["references"],
+        output=output,
+        directions=0 if not isinstance(reader, Kernel) or reader.spread is None else len(reader.spread.variances),
         steps=sizes["steps"],
         attack=dict(about),
         public=public.where,
@@ -137,21 +147,50 @@ def fit_image_inverter(
     return ImageInverter(manifest, reader, Scaling(scaling.mean.cpu(), scaling.deviation.cpu()))
 
 
-def _by_kernel(shown: _Updates, held_out: _Updates, scaling: Scaling, mirrored: bool) -> tuple[Kernel, Scaling, float]:
-    """Return a kernel regression, the scaling of its inputs, and its error on held-out images."""
-    # by the root of each number's deviation: what moves more still weighs more
-    soft = Scaling(scaling.mean, scaling.deviation.sqrt())
+def _by_kernel(
+    shown: _Updates, held_out: _Updates, mirrored: bool, shapes: Mapping[str, tuple[int, ...]], output: str | None
+) -> tuple[Kernel, Scaling, float]:
+    """Return a kernel regression, the scaling of its inputs, and its error on held-out images.
+
+    Args:
+        shown, held_out: the parts of the public images that are learned from and chosen by.
+        mirrored: learn from the mirrored images, too.
+        shapes: of the tensors that are seen.
+        output: see `compared`.
+    """
     numbers, images = shown(torch.arange(len(shown)), 0, False)
     if mirrored:
         more, again = shown(torch.arange(len(shown)), 1, True)
         numbers, images = torch.cat([numbers, more]), torch.cat([images, again])
-    unit = soft(numbers).square().sum(1).mean().sqrt()
-    scaling = Scaling(soft.mean, soft.deviation * unit)
+        del more
     others, truth = held_out(torch.arange(len(held_out)), 0, False)
     progressed("lti: kernel", 0, 1)
-    kernel, error = fit_kernel(scaling(numbers), images[:, 0], scaling(others), truth[:, 0])
+    blocks = compared(numbers, shapes, output)
+    widths = [block.shape[1] for block in blocks]
+    inputs, others = torch.cat(blocks, 1), torch.cat(compared(others, shapes, output), 1)
+    del numbers, blocks
+    some = slice(0, min(_TRIED, len(inputs)))
+    wanted, right = images[:, 0], truth[:, 0]
+
+    def error(scaling: Scaling) -> float:
+        return fit_kernel(scaling(inputs[some]), wanted[some], scaling(others), right)[1]
+
+    scalings = [_by_blocks(scaling_of(inputs[:_SCALED]), power, inputs[:_SCALED], widths) for power in _POWERS]
+    scaling = min(scalings, key=error)
+    inputs.sub_(scaling.mean).div_(scaling.deviation)
+    kernel, found = fit_kernel(inputs, wanted, scaling(others), right)
     progressed("lti: kernel", 1, 1)
-    return Kernel(**{name: tensor.cpu() for name, tensor in kernel.tensors().items()}), scaling, error
+    return Kernel.of({name: tensor.cpu() for name, tensor in kernel.tensors().items()}), scaling, found
+
+
+def _by_blocks(scaling: Scaling, power: float, values: Tensor, widths: list[int]) -> Scaling:
+    """Return the scaling by a power of each number's deviation, below 1: what moves more weighs more; blocks alike."""
+    still = scaling.deviation.isinf()
+    soft = Scaling(scaling.mean, scaling.deviation.pow(power).masked_fill(still, torch.inf))
+    units = [block.square().sum(1).mean().sqrt() for block in torch.split(soft(values), widths, 1)]
+    every = torch.cat([unit.expand(width) for unit, width in zip(units, widths, strict=True)])
+    # a block that never moves says nothing; all blocks together have a mean square norm of 1
+    return Scaling(soft.mean, soft.deviation * every.clamp_min(1e-12) * math.sqrt(len(widths)))
 
 
 def _by_network(

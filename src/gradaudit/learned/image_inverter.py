@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from gradaudit.learned.compared import compared
 from gradaudit.learned.features import Scaling
 from gradaudit.learned.image_network import ImageNetwork, ImageNetworkShape
 from gradaudit.learned.inverter import Plain, Target, read_manifest_of, read_tensors, refuse_misfit, write_inverter
 from gradaudit.learned.kernel import Kernel, KernelShape
+from gradaudit.learned.spread import Spread
 from gradaudit.types import Observation
 
 
@@ -31,6 +33,8 @@ class ImageManifest(Plain):
         image: channels, height and width.
         width, hidden: of the network; 0 for a kernel regression.
         references: updates that a kernel regression is made of; 0 for a network.
+        output: the output layer's matrix, which a kernel compares by what it read; None compares all numbers.
+        directions: in which a kernel's readings are most off; 0 where that is not known.
         attack: the attack's hyperparameters.
         public: where the public images came from.
         images: how many of them there were.
@@ -45,21 +49,33 @@ class ImageManifest(Plain):
     width: int = Field(ge=0, le=1 << 16)
     hidden: int = Field(ge=0, le=16)
     references: int = Field(ge=0, le=1 << 20)
+    output: str | None = None
+    directions: int = Field(default=0, ge=0, le=1 << 16)
     attack: dict[str, Any]
     public: str
     images: int
     steps: int
     mse: float
 
+    @model_validator(mode="after")
+    def _has_its_output(self) -> ImageManifest:
+        if self.output is not None and len(self.target.tensors.get(self.output, ())) != 2:
+            raise ValueError("output is not a matrix among the tensors")
+        return self
+
     @property
     def inputs(self) -> int:
-        """Numbers of an update."""
-        return sum(math.prod(shape) for shape in self.target.tensors.values())
+        """Numbers that are read."""
+        shapes = self.target.tensors
+        if self.output is None:
+            return sum(math.prod(shape) for shape in shapes.values())
+        others = sum(math.prod(shape) for name, shape in shapes.items() if name != self.output)
+        return others + shapes[self.output][-1]
 
     def shape(self) -> ImageNetworkShape | KernelShape:
         """Return the sizes of what was learned."""
         if self.references:
-            return KernelShape(self.inputs, self.references, self.image)
+            return KernelShape(self.inputs, self.references, self.image, self.directions)
         return ImageNetworkShape(self.inputs, self.width, self.hidden, self.target.batch_size, self.image)
 
 
@@ -77,9 +93,14 @@ class ImageInverter:
     reader: ImageNetwork | Kernel
     scaling: Scaling
 
+    @property
+    def spread(self) -> Spread | None:
+        """How far readings are off; None where that is not known."""
+        return self.reader.spread if isinstance(self.reader, Kernel) else None
+
     @torch.no_grad()
     def images(self, seen: Observation[Any]) -> Tensor:
-        """Return the images [B, C, H, W] that the network reads out of an update.
+        """Return the images [B, C, H, W] that are read out of an update, not yet limited to 0 to 1.
 
         Raises:
             NotSupportedError: the update is not what the inverter is made for.
@@ -87,8 +108,9 @@ class ImageInverter:
         refuse_misfit(self.manifest.target, seen)
         numbers = torch.cat([seen.tensors[name].float().flatten() for name in self.manifest.target.tensors])[None]
         # an inverter is read to the CPU, and one pass is nothing
-        made: Tensor = self.reader(self.scaling(numbers.cpu()))
-        return made.view(self.manifest.target.batch_size, *self.manifest.image).clamp(0, 1).to(numbers.device)
+        rows = torch.cat(compared(numbers.cpu(), self.manifest.target.tensors, self.manifest.output), 1)
+        made: Tensor = self.reader(self.scaling(rows))
+        return made.view(self.manifest.target.batch_size, *self.manifest.image).to(numbers.device)
 
 
 def save_image_inverter(folder: Path, inverter: ImageInverter) -> Path:
@@ -112,7 +134,7 @@ def load_image_inverter(folder: Path) -> ImageInverter:
     shape = manifest.shape()
     tensors, scaling = read_tensors(folder, shape.tensors(), shape.inputs)
     if isinstance(shape, KernelShape):
-        return ImageInverter(manifest, Kernel(**tensors), scaling)
+        return ImageInverter(manifest, Kernel.of(tensors), scaling)
     network = ImageNetwork(shape)
     network.load_state_dict(tensors, assign=True)
     return ImageInverter(manifest, network.requires_grad_(False).eval(), scaling)

@@ -5,16 +5,18 @@ A Gaussian kernel on the scaled numbers of updates; ours, beside LTI's network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-SHARPNESS = (0.1, 0.5)
+from gradaudit.learned.spread import Spread, spread_of
+
+SHARPNESS = (0.1, 0.3, 1.0)
 """Tried on held-out public images: the kernel is exp(-sharpness |a - b|^2), inputs of mean square norm 1."""
-RIDGES = (1e-3, 1e-2)
-"""Tried beside it; the smaller ones leave the system of thousands of alike updates without a Cholesky factor."""
+RIDGES = (1e-3, 1e-2, 1e-1)
+"""Tried beside it; the smaller ones may leave the system of thousands of alike updates without a Cholesky factor."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,25 @@ class KernelShape:
         inputs: numbers of an update.
         references: public updates it is made of.
         image: channels, height and width.
+        directions: of the spread; 0 where there is none.
     """
 
     inputs: int
     references: int
     image: tuple[int, int, int]
+    directions: int = 0
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of what it holds by name."""
         channels, height, width = self.image
-        coefficients = (self.references, channels * height * width)
-        references = (self.references, self.inputs)
-        return {"references": references, "coefficients": coefficients, "image": self.image, "sharpness": (1,)}
+        pixels, kept = channels * height * width, self.directions
+        out: dict[str, tuple[int, ...]] = {
+            "references": (self.references, self.inputs),
+            "coefficients": (self.references, pixels),
+            "image": self.image,
+            "sharpness": (1,),
+        }
+        return out | ({"directions": (pixels, kept), "variances": (kept,), "floor": (1,)} if kept else {})
 
 
 @dataclass(frozen=True)
@@ -48,21 +57,35 @@ class Kernel:
         coefficients: [n, pixels].
         image: [C, H, W] mean of the public images.
         sharpness: [1] of the kernel.
+        spread: how far its readings are off; None in inverters that were saved before there was one.
     """
 
     references: Tensor
     coefficients: Tensor
     image: Tensor
     sharpness: Tensor
+    spread: Spread | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Kernel:
+        """Return the regression that holds some tensors; see `tensors`."""
+        spread = None
+        if "directions" in tensors:
+            spread = Spread(tensors["directions"], tensors["variances"], tensors["floor"])
+        return cls(tensors["references"], tensors["coefficients"], tensors["image"], tensors["sharpness"], spread)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what it holds by name."""
-        return {
+        own = {
             "references": self.references,
             "coefficients": self.coefficients,
             "image": self.image,
             "sharpness": self.sharpness,
         }
+        if self.spread is None:
+            return own
+        spread = self.spread
+        return own | {"directions": spread.directions, "variances": spread.variances, "floor": spread.floor}
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """Return images [n, C, H, W], not yet limited to 0 to 1, from scaled numbers [n, inputs]."""
@@ -91,7 +114,7 @@ def fit_kernel(
     mean = images.mean(0)
     wanted = (images - mean).flatten(1).double()
     own, across = distances(numbers, numbers), distances(held_numbers, numbers)
-    best: tuple[float, float, Tensor] | None = None
+    best: tuple[float, float, Tensor, Tensor] | None = None
     for sharpness in SHARPNESS:
         near, far = torch.exp(-sharpness * own), torch.exp(-sharpness * across)
         for ridge in ridges:
@@ -102,6 +125,10 @@ def fit_kernel(
             made = ((far @ solved).float().view_as(held_images) + mean).clamp(0, 1)
             error = float((made - held_images).square().mean())
             if best is None or error < best[0]:
-                best = error, sharpness, solved.float()
+                best = error, sharpness, solved, factor
     assert best is not None  # the largest ridge is far above rounding
-    return Kernel(numbers, best[2], mean, torch.tensor([best[1]]).to(mean)), best[0]
+    error, chosen, solved, factor = best
+    # of each image by the regression without it (Allen, 1974): its residual over the inverse's diagonal
+    left_out = solved / torch.cholesky_inverse(factor).diagonal()[:, None]
+    found = torch.tensor([chosen]).to(mean)
+    return Kernel(numbers, solved.float(), mean, found, spread_of(left_out)), error
