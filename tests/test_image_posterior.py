@@ -1,0 +1,188 @@
+"""From a reading to the likeliest image: laws against closed forms, and images that come nearer beside the control."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributions import MultivariateNormal
+
+from gradaudit.attacks.lti_images import LtiImages
+from gradaudit.client import Client, observation
+from gradaudit.data.images import load_images, public_images
+from gradaudit.data.source import DataSpec
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.fitting import fit
+from gradaudit.leakage.image_evidence import ImageEvidence
+from gradaudit.leakage.image_posterior import likeliest_images
+from gradaudit.learned.compared import compared, output_layer
+from gradaudit.learned.spread import spread_of
+from gradaudit.models.base import ModelSpec
+from gradaudit.models.images import load_image_model
+from gradaudit.registry import build
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import Given, ImageBatch, Observation, PublicImages
+
+pytest.importorskip("sklearn")
+
+RNG = torch.Generator().manual_seed(3)
+DEFENSES: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "none": None,
+    "gaussian": ("gaussian", {"sigma": 0.01}),
+    "sign": ("sign", {}),
+    "topk": ("topk", {"keep": 0.05}),
+    "whole": ("topk", {"keep": 0.05, "whole": True}),
+    "random": ("random-pruning", {"rate": 0.9}),
+}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_images(DataSpec(source="digits"), Path())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_image_model(ModelSpec("lenet", "image-classification", 10, 0, image=(1, 8, 8)))
+
+
+def client_of(model, name: str) -> Client:
+    how = DEFENSES[name]
+    return Client(model, defenses=(build("defense", *how),) if how else ())
+
+
+def seen_of(client: Client, batch: ImageBatch, **given: bool) -> Observation[Any]:
+    update = client.update(batch, stream(0, "client"))
+    knows = client.knowledge(batch, update, Given(**{"defenses": True, **given}))
+    return observation(client.model, update, Selection("all"), knows, None)
+
+
+@pytest.mark.parametrize(("rows", "pixels"), [(400, 12), (30, 64)])
+def test_a_spread_is_the_normal_law_of_the_largest_directions(rows, pixels):
+    residuals = torch.randn(rows, pixels, generator=RNG) @ torch.diag(torch.linspace(0.1, 2, pixels))
+    spread = spread_of(residuals, 5)
+    values = torch.linalg.eigvalsh(residuals.double().T @ residuals.double() / rows)[-5:]
+    assert torch.allclose(spread.variances.double(), values, rtol=1e-4)
+    assert torch.allclose(spread.directions.T @ spread.directions, torch.eye(5), atol=1e-4)
+    assert float(spread.floor) == pytest.approx(0.1 * float(residuals.square().mean()), rel=1e-4)
+    covariance = spread.directions @ torch.diag(spread.variances) @ spread.directions.T + spread.floor * torch.eye(
+        pixels
+    )
+    law = MultivariateNormal(torch.zeros(pixels), covariance)
+    some = torch.randn(6, pixels, generator=RNG)
+    differences = spread(some) + law.log_prob(some)
+    assert torch.allclose(differences, differences[0].expand(6), rtol=1e-4, atol=1e-2)
+
+
+def test_the_output_layers_matrix_is_compared_by_what_it_read():
+    features, slopes = torch.rand(2, 7, generator=RNG), torch.tensor([[0.5, -0.9, 0.4], [-0.2, 0.1, 0.1]])
+    matrices = slopes[:, :, None] * features[:, None]
+    others = torch.randn(2, 4, generator=RNG)
+    shapes = {"first": (2, 1), "out": (3, 7), "last": (2,)}
+    numbers = torch.cat([others[:, :2], matrices.flatten(1), others[:, 2:]], 1)
+    rest, read = compared(numbers, shapes, "out")
+    assert torch.equal(rest, others)
+    assert torch.allclose(read, features / features.norm(dim=1, keepdim=True), atol=1e-5)
+    (same,) = compared(numbers, shapes, None)
+    assert same is numbers
+    (alone,) = compared(matrices.flatten(1), {"out": (3, 7)}, "out")
+    assert torch.allclose(alone, read, atol=1e-6)
+
+
+def test_the_output_layer_is_found_where_it_is_seen(model):
+    shapes = {name: tuple(p.shape) for name, p in model.parameters().items()}
+    assert output_layer(model, shapes) == "head.weight"
+    assert output_layer(model, {n: s for n, s in shapes.items() if n != "head.weight"}) is None
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_the_truth_explains_what_was_sent_and_other_images_do_not(digits, model, name):
+    batch = digits.batch((0,))
+    seen = seen_of(client_of(model, name), batch)
+    evidence = ImageEvidence(seen)
+    assert evidence.explained
+    other = digits.batch((1,)).images
+    right, wrong = evidence(torch.stack([batch.images, other]), batch.labels.expand(2, 1), 0.01).tolist()
+    count = sum(value.numel() for value in seen.tensors.values())
+    if name == "gaussian":
+        assert right == pytest.approx(count / 2, rel=0.1), "half a square of unit noise a coordinate"
+        assert wrong > right + 500
+    else:
+        assert right < 1e-3
+        assert wrong > 1
+
+
+def test_a_slack_scales_what_is_violated(digits, model):
+    batch = digits.batch((0,))
+    evidence = ImageEvidence(seen_of(client_of(model, "none"), batch))
+    other = digits.batch((1,)).images[None]
+    near, far = (float(evidence(other, batch.labels[None], slack)) for slack in (0.1, 0.2))
+    assert near == pytest.approx(4 * far, rel=1e-4)
+    observed = torch.cat([v.flatten() for v in seen_of(client_of(model, "none"), batch).tensors.values()])
+    observed = observed[observed != 0]
+    assert evidence.unit == pytest.approx(float(observed.square().mean().sqrt()), rel=1e-5)
+
+
+def test_what_has_no_law_is_not_explained(digits, model):
+    for names in (("clip",), ("topk", "gaussian")):
+        client = Client(model, defenses=tuple(build("defense", n, {}) for n in names))
+        assert not ImageEvidence(seen_of(client, digits.batch((0,)))).explained
+
+
+def test_without_a_label_the_one_that_explains_the_update_is_taken(digits, model):
+    for row in range(4):
+        batch = digits.batch((row,))
+        evidence = ImageEvidence(seen_of(client_of(model, "gaussian"), batch))
+        found = likeliest_images(evidence, batch.images, None, 10, lambda off: off.square().sum(1), 3, "test")
+        right = int(batch.labels[0])
+        wrong = likeliest_images(
+            evidence, batch.images, (right + 1) % 10, 10, lambda off: off.square().sum(1), 3, "test"
+        )
+        told = likeliest_images(evidence, batch.images, right, 10, lambda off: off.square().sum(1), 3, "test")
+        assert torch.equal(found, told)
+        assert not torch.equal(found, wrong)
+
+
+@pytest.mark.parametrize("name", ["none", "gaussian", "sign", "topk"])
+def test_refined_images_are_nearer_to_their_own_and_to_no_other(digits, model, tmp_path, name):
+    rows = range(6)
+    every = public_images(digits, digits, [tuple(rows)])
+    public = PublicImages(every.images[:400], every.labels[:400], every.where, every.sha256)
+    client = client_of(model, name)
+    plain = fit(LtiImages(learner="kernel", mirrored=False), client, Selection("all"), public, 1, 0, tmp_path)
+    assert isinstance(plain, LtiImages)
+    refined = LtiImages(learner="kernel", mirrored=False, refine=150, inverter=plain.inverter)
+    read, better, swapped = 0.0, 0.0, 0.0
+    for row in rows:
+        truth, other = digits.batch((row,)), digits.batch(((row + 1) % 6,))
+        seen = seen_of(client, truth)
+        one, two = plain(seen, stream(0, "a")), refined(seen, stream(0, "a"))
+        assert one.images is not None
+        assert two.images is not None
+        assert 0 <= float(two.images.min()) <= float(two.images.max()) <= 1
+        assert any("refined" in note for note in two.notes)
+        read += float((one.images - truth.images).square().mean())
+        better += float((two.images - truth.images).square().mean())
+        swapped += float((two.images - other.images).square().mean())
+    assert better < 0.95 * read
+    assert swapped > 3 * better
+
+
+def test_what_cannot_be_refined_says_so(digits, model, tmp_path):
+    with pytest.raises(BadInputError, match="refine needs to know how far off readings are"):
+        LtiImages(refine=10)
+    every = public_images(digits, digits, [(0,)])
+    public = PublicImages(every.images[:60], every.labels[:60], every.where, every.sha256)
+    client = Client(model, defenses=(build("defense", "clip", {}),))
+    found = fit(LtiImages(learner="kernel", refine=5), client, Selection("all"), public, 1, 0, tmp_path)
+    answer = found(seen_of(client, digits.batch((0,))), stream(0, "a"))
+    assert any("not refined" in note for note in answer.notes)
+    manifest = Path(found.inverter) / "manifest.json"
+    text = manifest.read_text(encoding="utf8")
+    assert '"output": "head.weight"' in text or '"output":"head.weight"' in text
+    manifest.write_text(text.replace("head.weight", "nothing", 1), encoding="utf8")
+    with pytest.raises((BadInputError, NotSupportedError)):
+        found(seen_of(client, digits.batch((0,))), stream(0, "a"))
