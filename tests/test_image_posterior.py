@@ -115,6 +115,32 @@ def test_the_truth_explains_what_was_sent_and_other_images_do_not(digits, model,
         assert wrong > 1
 
 
+@pytest.mark.parametrize("name", ["none", "topk", "whole", "random", "relative"])
+def test_evidence_is_half_the_squared_distance_to_the_updates_that_would_have_been_sent_so(digits, model, name):
+    batch, other = digits.batch((0,)), digits.batch((1,))
+    noise = build("defense", "gaussian", {"sigma": 0.1, "relative": True})
+    client = Client(model, defenses=(noise,)) if name == "relative" else client_of(model, name)
+    seen = seen_of(client, batch)
+    made = model.gradients(other.images[None], batch.labels[None])
+    sent = torch.cat([v.flatten() for v in seen.tensors.values()])
+    unit = float(sent[sent != 0].square().mean().sqrt())
+    least = float(sent[sent != 0].abs().min())
+    expected = 0.0
+    for key, observed in seen.tensors.items():
+        here, size = made[key][0], 0.1 * unit
+        allowed = observed
+        if name in ("topk", "whole"):
+            bound = least if name == "whole" else float(observed[observed != 0].abs().min())
+            allowed = torch.where(observed == 0, here.clamp(-bound, bound), observed)
+        elif name == "random":
+            allowed = torch.where(observed == 0, here, observed)
+        elif name == "relative":
+            size = 0.1 * float(observed.square().mean().sqrt())
+        expected += float((here - allowed).norm() ** 2) / size**2 / 2
+    found = float(ImageEvidence(seen)(other.images[None], batch.labels[None], 0.1))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_slack_scales_what_is_violated(digits, model):
     batch = digits.batch((0,))
     evidence = ImageEvidence(seen_of(client_of(model, "none"), batch))
@@ -144,6 +170,18 @@ def test_without_a_label_the_one_that_explains_the_update_is_taken(digits, model
         told = likeliest_images(evidence, batch.images, right, 10, lambda off: off.square().sum(1), 3, "test")
         assert torch.equal(found, told)
         assert not torch.equal(found, wrong)
+
+
+def test_a_reading_that_is_surely_right_stays(digits, model):
+    batch = digits.batch((0,))
+    evidence = ImageEvidence(seen_of(client_of(model, "none"), batch))
+    start, label = digits.batch((1,)).images, int(batch.labels[0])
+    free = likeliest_images(evidence, start, label, 10, lambda off: 0 * off.square().sum(1), 200, "t")
+    held = likeliest_images(evidence, start, label, 10, lambda off: 1e9 * off.square().sum(1), 200, "t")
+    assert float((held - start).norm()) < 0.05 * float((free - start).norm())
+    outside = start.clone() * 3 - 1
+    found = likeliest_images(evidence, outside, label, 10, lambda off: 1e9 * off.square().sum(1), 20, "t")
+    assert 0 <= float(found.min()) <= float(found.max()) <= 1
 
 
 @pytest.mark.parametrize("name", ["none", "gaussian", "sign", "topk"])

@@ -29,7 +29,8 @@ class LtiImages(Attack[ImageModel]):
     """Read the images of an update by a network that was trained on simulated updates of public images.
 
     As `lti` does for text: the attacker computes the updates that the client would send of public images, defenses
-    included, and learns the way back to the pixels by squared error; the update under attack then costs one pass.
+    included, and learns the way back to the pixels by squared error; the update under attack then costs one pass. With
+    `refine` it goes on to the likeliest image given that reading and the update.
 
     Raises:
         BadInputError: a setting that makes no sense.
@@ -39,7 +40,8 @@ class LtiImages(Attack[ImageModel]):
     source: ClassVar[str] = (
         "Learning to Invert (Wu et al., arXiv 2210.10880), sections 3 and 4.2. Ours: numbers are scaled one by one by "
         "the public simulations (the paper feeds them as they are), the rate falls by a cosine (its falls once), the "
-        "network begins with the mean image, every second pass sees images mirrored, images come in any order"
+        "network begins with the mean image, every second pass sees images mirrored, images come in any order; the "
+        "kernel and refine"
     )
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
     models_defenses: ClassVar[tuple[str, ...]] = ("*",)
@@ -84,6 +86,9 @@ class LtiImages(Attack[ImageModel]):
     def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         # what the client holds back of earlier rounds is not simulated
         return defense != "error-feedback" and super().reckons_with(defense, model, batch_size)
+
+    def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
+        return 2 * self.refine
 
     @property
     def unfitted(self) -> bool:
