@@ -51,6 +51,16 @@ def case(folders, tmp_path: Path) -> Path:
     return path
 
 
+def test_without_out_each_case_has_a_folder_of_its_own(gradaudit, case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for setting in ("data.batches=1", "data.batches=2"):
+        code, out, _ = gradaudit("run", case, "--set", setting)
+        assert code == 0
+        assert "out/case-" in out
+    folders = sorted((tmp_path / "out").iterdir())
+    assert [len((f / "records.jsonl").read_text(encoding="utf8").splitlines()) for f in folders] in ([1, 2], [2, 1])
+
+
 @pytest.fixture
 def update(load, tmp_path: Path) -> Path:
     model = load("llama")

@@ -34,7 +34,7 @@ DEFENSES: dict[str, tuple[str, dict[str, Any]] | None] = {
     "gaussian": ("gaussian", {"sigma": 0.01}),
     "sign": ("sign", {}),
     "topk": ("topk", {"keep": 0.05}),
-    "whole": ("topk", {"keep": 0.05, "whole": True}),
+    "whole": ("topk", {"keep": 0.002, "whole": True}),
     "random": ("random-pruning", {"rate": 0.9}),
 }
 

@@ -110,7 +110,9 @@ def _demo_of_images(folder: Path, device: str) -> None:
 @app.command()
 def run(
     case_file: Annotated[Path, typer.Argument(metavar="CASE.toml")],
-    folder: Annotated[Path, typer.Option("--out", help="Folder for records and report.")],
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for records and report.", show_default="out/CASE-HASH")
+    ] = None,
     set_: Annotated[
         list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. attack.steps=100.")
     ] = [],  # noqa: B006 - typer's way
@@ -133,6 +135,8 @@ def run(
 
     limits = parse(fail_on)
     case = load_case(case_file, set_)
+    # by its hash, so that another setting does not meet this one's records
+    folder = folder or Path("out") / f"{case_file.stem}-{case.content_hash()[:8]}"
     ready_process()
     place = audit.pick_device(device)
     records = []
@@ -349,7 +353,10 @@ def check(
 @app.command()
 def sweep(
     sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.toml")],
-    folder: Annotated[Path, typer.Option("--out", help="Folder for a run a point, and the table of all.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder for a run a point, and the table of all.", show_default="out/SWEEP"),
+    ] = None,
     set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. data.batches=2.")] = [],  # noqa: B006
     device: Device = "auto",
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that share the points.")] = 1,
@@ -369,6 +376,7 @@ def sweep(
     from gradaudit.terminal import progress_bars, sweep_table
 
     asked = load_sweep(sweep_file, set_)
+    folder = folder or Path("out") / sweep_file.stem
     ready_process()
     place = pick_device(device)
     results = []
