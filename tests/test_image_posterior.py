@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,20 @@ def test_evidence_is_half_the_squared_distance_to_the_updates_that_would_have_be
         expected += float((here - allowed).norm() ** 2) / size**2 / 2
     found = float(ImageEvidence(seen)(other.images[None], batch.labels[None], 0.1))
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_of_the_whole_update_nothing_unsent_is_larger_than_the_smallest_number_sent_anywhere(digits, model):
+    batch, other = digits.batch((0,)), digits.batch((1,))
+    plain = seen_of(client_of(model, "none"), batch)
+    name = "head.weight"
+    largest = plain.tensors[name].abs() == plain.tensors[name].abs().max()
+    sent = dict(plain.tensors) | {name: torch.where(largest, plain.tensors[name], 0.0)}
+    found = {}
+    for whole in (False, True):
+        told = ({"name": "topk", "keep": 0.1, "whole": whole},)
+        seen = replace(plain, tensors=sent, knowledge=replace(plain.knowledge, defenses=told))
+        found[whole] = float(ImageEvidence(seen)(other.images[None], batch.labels[None], 0.1))
+    assert found[True] > 1.01 * found[False], "small numbers of other tensors bound this one's only if all are compared"
 
 
 def test_a_slack_scales_what_is_violated(digits, model):
