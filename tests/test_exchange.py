@@ -7,6 +7,7 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.exchanges import Exchanges, Guess, exchange_words
 from gradaudit.leakage.likeness import Likeness
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -79,6 +80,51 @@ def test_sentences_come_back_through_defenses(load, family, task, defense):
         assert one.details["gradient_evaluations"] <= 700 + 2 * 24 + 5
         if one.certificates == ("likely",):
             assert one.sequences[0] == tuple(batch.sequences()[0])
+
+
+class Rugged:
+    """A likeness where nothing is better than the start, and slopes speak for other words there than anywhere else."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        self.start, self.spent, self.visited = start, 0, [start]
+
+    def __call__(self, ids: torch.Tensor, labels: object) -> float:
+        self.spent += 1
+        return 0.5 if torch.equal(ids, self.start) else 0.1
+
+    def slopes(self, ids: torch.Tensor, labels: object) -> torch.Tensor:
+        self.spent += 3
+        self.visited.append(ids)
+        words = torch.arange(64) < 20 if torch.equal(ids, self.start) else torch.arange(64) >= 20
+        return words.float().expand(1, ids.shape[1], 64).clone()
+
+
+def test_a_kick_goes_from_the_likest_guess_along_its_own_slopes():
+    start = torch.full((1, 5), 63)
+    like = Rugged(start)
+    how = Exchanges(torch.ones(1, 5, dtype=torch.bool), torch.arange(64) != 40, 0, 4, 400)
+    best = exchange_words(like, Guess(start, None, 0.5), how, stream(0, "x"), "test")
+    assert torch.equal(best.ids, start)
+    assert best.likeness == 0.5
+    assert len(like.visited) > 5
+    for ids in like.visited[2:]:
+        assert bool(((ids < 20) | (ids == start)).all())
+        assert 0 < int((ids != start).sum()) <= 3
+
+
+def test_words_that_may_not_be_put_in_never_are(load):
+    client = client_of(load("gpt2", "causal-lm"))
+    batch = batch_of(client.model, sentences((5,), 3), None)
+    seen = seen_of(client, batch, given=TOLD)
+    like = Likeness(seen, batch.mask, "exchange")
+    truth = batch.sequences()[0]
+    words = torch.ones(client.model.vocabulary_size, dtype=torch.bool)
+    words[truth[1]] = False
+    start = torch.zeros_like(batch.ids)
+    how = Exchanges(batch.mask, words, 0, 16, 200)
+    found = exchange_words(like, Guess(start, None, like(start, None)), how, stream(0, "x"), "test")
+    assert truth[1] not in found.ids[0].tolist()
+    assert found.likeness > like(start, None)
 
 
 def test_a_label_that_is_not_known_is_exchanged_too(load):
