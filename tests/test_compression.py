@@ -74,6 +74,7 @@ def test_integers_are_off_by_half_a_step_at_most(bits: int):
     step = float(whole.abs().max()) / (2 ** (bits - 1) - 1)
     assert float((out - whole).abs().max()) <= step / 2 * 1.001
     assert len(out.unique()) <= 2**bits - 1
+    assert torch.equal(sent("quantize", bits=bits)["zero"], TENSORS["zero"])
 
 
 def test_sixteen_bits_are_bfloat16():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from gradaudit.leakage import guess_back
 from gradaudit.registry import build, known
 from gradaudit.stand_ins import _related, stand_ins, stood_for
 from gradaudit.streams import stream
-from gradaudit.types import Given, LocalTraining
+from gradaudit.types import Given, LocalTraining, Reconstruction
 from tiny_models import FAMILIES, batch_of, seen_of, sentences
 
 
@@ -146,6 +147,25 @@ def test_an_attacker_who_is_told_guesses_back(load, monkeypatch, share):
         for place, found in enumerate((read, guessed)):
             right[place] += sum(a == b for a, b in zip(found.sequences[0], text, strict=True))
     assert right[1] > right[0], right
+
+
+@pytest.mark.parametrize(
+    ("share", "places", "expected"),
+    [
+        (1.0, {5: 3, 6: 3, 7: 3}, 6),  # as usual as 5, which has ten stand-ins for one of them to be drawn
+        (1.0, {5: 0, 6: 99, 7: 3}, 5),  # much more usual than 6
+        (0.6, {5: 3, 6: 3, 7: 3}, 6),
+        (0.3, {5: 3, 6: 3, 7: 3}, 7),  # most words stay what they are
+    ],
+)
+def test_the_word_behind_a_stand_in_is_the_likeliest(monkeypatch, share, places, expected):
+    monkeypatch.setattr(guess_back, "usual_places", lambda model: places)
+    monkeypatch.setattr(guess_back, "stand_ins", lambda model, token, candidates, alike: [1])
+    monkeypatch.setattr(guess_back, "stood_for", lambda model, token, candidates, alike: {5: 10, 6: 1})
+    model = SimpleNamespace(special=SimpleNamespace(ids={0}))
+    told = {"candidates": 10, "alike": 0.9, "share": share}
+    found = guess_back.guess_back(model, Reconstruction(sequences=((0, 7, 0),)), told)
+    assert found.sequences == ((0, expected, 0),)
 
 
 def test_all_attacks_on_text_reckon_with_it():

@@ -19,6 +19,9 @@ from gradaudit.fitting import fit
 from gradaudit.leakage.image_evidence import ImageEvidence
 from gradaudit.leakage.image_posterior import likeliest_images
 from gradaudit.learned.compared import compared, output_layer
+from gradaudit.learned.features import scaling_of
+from gradaudit.learned.image_fit import _by_blocks
+from gradaudit.learned.kernel import fit_kernel
 from gradaudit.learned.spread import spread_of
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import load_image_model
@@ -76,6 +79,35 @@ def test_a_spread_is_the_normal_law_of_the_largest_directions(rows, pixels):
     some = torch.randn(6, pixels, generator=RNG)
     differences = spread(some) + law.log_prob(some)
     assert torch.allclose(differences, differences[0].expand(6), rtol=1e-4, atol=1e-2)
+
+
+def test_a_kernels_spread_is_that_of_images_it_was_not_fitted_to():
+    numbers, images = torch.randn(25, 6, generator=RNG) / 6**0.5, torch.rand(25, 1, 2, 3, generator=RNG)
+    kernel, _ = fit_kernel(numbers, images, numbers[:5] + 0.1, images[:5], ridges=(1e-1,))
+    sharpness, mean, off = float(kernel.sharpness), images.mean(0), []
+    for row in range(25):
+        rest = torch.arange(25) != row
+        near = torch.exp(-sharpness * torch.cdist(numbers[rest], numbers[rest]).square()) + 1e-1 * torch.eye(24)
+        weights = torch.linalg.solve(near, (images[rest] - mean).flatten(1))
+        far = torch.exp(-sharpness * torch.cdist(numbers[[row]], numbers[rest]).square())
+        off.append((images[row] - mean).flatten() - (far @ weights)[0])
+    expected = spread_of(torch.stack(off))
+    assert kernel.spread is not None
+    assert torch.allclose(kernel.spread.variances, expected.variances, rtol=1e-3)
+    assert float(kernel.spread.floor) == pytest.approx(float(expected.floor), rel=1e-3)
+
+
+def test_blocks_weigh_alike_and_what_never_moved_says_nothing():
+    values = torch.randn(50, 7, generator=RNG) * torch.tensor([1, 10, 100, 0, 5, 5, 5.0]) + 3
+    scaling = _by_blocks(scaling_of(values), 0.5, values, [4, 3])
+    assert bool(scaling.deviation[3].isinf())
+    scaled = scaling(values)
+    for block in (scaled[:, :4], scaled[:, 4:]):
+        assert float(block.square().sum(1).mean()) == pytest.approx(0.5, rel=1e-4)
+    spread = scaled.std(0)
+    assert float(spread[1] / spread[0]) == pytest.approx(
+        float(values[:, 1].std() / values[:, 0].std()) ** 0.5, rel=1e-3
+    )
 
 
 def test_the_output_layers_matrix_is_compared_by_what_it_read():
