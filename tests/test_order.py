@@ -88,3 +88,15 @@ def test_another_gradient_orders_its_own_words_not_these(minilm):
     found = order_words(minilm, stacked, matrices(other, 3), words, 60, torch.Generator().manual_seed(0))
     assert found.tokens != tuple(batch.sequences()[0])
     assert found.likeness < 0.3
+
+
+@pytest.mark.parametrize("wrong", [-2, 0, 2])
+def test_a_length_that_was_given_is_kept(minilm, wrong):
+    batch, seen = seen_of(minilm, KEY, "gaussian", {"sigma": 1e-4})
+    stacked, _ = stack(seen, 0)
+    assert stacked is not None
+    words = list(dict.fromkeys(batch.sequences()[0][1:-1]))
+    length = len(batch.sequences()[0]) + wrong
+    rng = torch.Generator().manual_seed(0)
+    found = order_words(minilm, stacked, matrices(seen, 3), words, 40, rng, length)
+    assert len(found.tokens) == length
