@@ -27,7 +27,7 @@ from gradaudit.record import Record
 SIGN: dict[str, Any] = {"name": "sign"}
 # smaller budgets than the defaults, so that the demo ends in a minute
 IG = {"name": "ig", "steps": 400, "restarts": 2}
-LTI = {"name": "lti-images", "learner": "kernel", "mirrored": False}
+LTI = {"name": "lti-images", "learner": "kernel", "mirrored": False, "refine": 150}
 GIGIP = {"name": "gigip", "latent_steps": 150, "weight_steps": 300, "restarts": 2, "training_steps": 800}
 SETTINGS: dict[str, tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]] = {
     "one image a step": ([], (IG, GIGIP, LTI)),
