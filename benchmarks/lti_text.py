@@ -72,7 +72,8 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "layers": LAYERS,
     "lti-p": NET | {"pseudo": True, "epochs": 5},
     "lti": NET | {"epochs": 7},
-    "tag": {"name": "tag"},
+    # the word table's deviation is 0.02 here: a start of deviation 1 and a rate of 0.1, made for BERT's, read nothing
+    "tag": {"name": "tag", "start": 0.0, "learning_rate": 0.01},
     "exchange": {"name": "exchange"},
     "decode": {"name": "decode"},
     "blind": {"name": "blind"},

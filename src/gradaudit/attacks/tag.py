@@ -35,6 +35,12 @@ class Tag(Attack):
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
     l1: float = hyper(0.01, "weight of the L1 term", source="LAMP, appendix: baselines")
+    start: float = hyper(
+        1.0,
+        "deviation of the Gaussian start; 0: that of the word table",
+        source="LAMP's harness; 0 is ours",
+        later=True,
+    )
     restarts: int = hyper(1, "independent starts, minimized together", source="LAMP, appendix: baselines")
     assumed_length: int = hyper(
         16, "sentence length when nothing tells it", unit="tokens", source="ours: the papers know lengths"
@@ -53,7 +59,7 @@ class Tag(Attack):
     )
 
     def __post_init__(self) -> None:
-        self._at_least(0, "steps", "replayed_steps")
+        self._at_least(0, "steps", "replayed_steps", "start")
         self._at_least(1, "restarts", "assumed_length")
 
     def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
@@ -72,6 +78,7 @@ class Tag(Attack):
             keep_best=self.keep_best,
             what=self.name,
             replayed=self.replayed_steps,
+            start=self.start,
         )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:

@@ -27,6 +27,7 @@ def match(
     keep_best: bool,
     what: str,
     replayed: int,
+    start: float = 1.0,
     lbfgs: bool = False,
     learn_labels: bool = False,
 ) -> Reconstruction:
@@ -45,6 +46,7 @@ def match(
         keep_best: take the best iterate instead of the last.
         what: name for the progress bar.
         replayed: local steps of a weight change replayed at most.
+        start: deviation of the starts; 0 takes the word table's.
         lbfgs: torch's L-BFGS with its defaults in place of Adam, the starts in turn; steps are its own.
         learn_labels: learn labels even where they are given or can be read.
     """
@@ -52,8 +54,8 @@ def match(
     frame = layout(seen, assumed_length)
     model, table = seen.model, seen.model.word_vectors()
     shape = (restarts, *frame.ids.shape, table.shape[1])
-    noise = torch.randn(shape, generator=rng).to(table)
-    start = torch.where(frame.fixed[None, :, :, None], table[frame.ids][None], noise)
+    noise = torch.randn(shape, generator=rng).to(table) * (start or float(table.std()))
+    first_vectors = torch.where(frame.fixed[None, :, :, None], table[frame.ids][None], noise)
     first = first_labels(seen, frame)
     learn = first.learned or learn_labels
     labels = _labels(first, restarts, learn, seen, rng)
@@ -63,9 +65,9 @@ def match(
         return objective(vectors, frame.mask, targets)
 
     if lbfgs:
-        found = by_lbfgs(start, still, labels, learn, loss, steps, what=what)
+        found = by_lbfgs(first_vectors, still, labels, learn, loss, steps, what=what)
     else:
-        descent = Descent(start, still, labels, "softmax" if learn else None, Schedule(steps, learning_rate))
+        descent = Descent(first_vectors, still, labels, "softmax" if learn else None, Schedule(steps, learning_rate))
         found = minimize(descent, loss, steps, keep_best=keep_best, what=what)
     best = int(found.loss.nan_to_num(nan=torch.inf).argmin())  # a start that diverged is not the best
     ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
