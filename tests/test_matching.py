@@ -10,12 +10,14 @@ from torch import Tensor
 
 from gradaudit.client import Client
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage import harness
 from gradaudit.leakage.descent import Descent, Schedule, minimize
 from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
 from gradaudit.leakage.layout import layout, longest_position
 from gradaudit.leakage.masks import Masks
 from gradaudit.leakage.matching import Objective, as_gradient, nearest_tokens, without, word_gradient_hidden
 from gradaudit.registry import build
+from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining
 from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, seen_of, sentences
 
@@ -363,6 +365,24 @@ def test_the_word_table_is_left_out_and_nothing_else(load, family):
     assert set(without(seen, hidden).tensors) == set(model.parameters()) - set(hidden)
     with pytest.raises(NotSupportedError, match="nothing to match"):
         without(seen_of(Client(model), batch_of(model, ["river"]), "word"), hidden)
+
+
+@pytest.mark.parametrize(("start", "times"), [(1.0, 1.0), (0.25, 0.25), (0.0, None)])
+def test_tag_starts_as_wide_as_it_is_told(load, monkeypatch, start, times):
+    model = load("bert")
+    seen = seen_of(Client(model), batch_of(model, sentences((9, 9), 3)), given=Given(lengths=True))
+    starts = []
+
+    class Noted(Descent):
+        def __init__(self, start, *rest):
+            starts.append(start)
+            super().__init__(start, *rest)
+
+    monkeypatch.setattr(harness, "Descent", Noted)
+    build("attack", "tag", {"steps": 1, "start": start})(seen, stream(0, "attack"))
+    free = starts[0][0, :, 1:-1]
+    expected = float(model.word_vectors().std()) if times is None else times
+    assert float(free.std()) == pytest.approx(expected, rel=0.1)
 
 
 def test_nearest_tokens_are_by_angle_and_never_forbidden(load):
