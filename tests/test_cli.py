@@ -239,7 +239,7 @@ BAD_RUNS = [
     (["run", "CASE", "--out", "o", "--fail-on", "rougL>3"], "did you mean 'rougeL'?"),
     (["run", "CASE", "--out", "o", "--fail-on", "much"], "SCORE>VALUE"),
     (["run", "CASE", "--out", "CASE"], "cannot make folder"),
-    (["run", "CASE"], "--out"),
+    (["fit", "CASE"], "--out"),
     (["attack", "nowhere"], "no such bundle"),
     (["attack", "UPDATE", "--attack", "dagger"], "did you mean 'dager'?"),
     (["attack", "UPDATE", "--attack", "tag", "--set", "step=3"], "did you mean 'steps'?"),
