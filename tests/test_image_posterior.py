@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributions import MultivariateNormal
 
 from gradaudit.attacks.lti_images import LtiImages
@@ -16,7 +17,7 @@ from gradaudit.data.images import load_images, public_images
 from gradaudit.data.source import DataSpec
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.fitting import fit
-from gradaudit.leakage.image_evidence import ImageEvidence
+from gradaudit.leakage.image_evidence import ImageEvidence, has_law
 from gradaudit.leakage.image_posterior import likeliest_images
 from gradaudit.learned.compared import compared, output_layer
 from gradaudit.learned.features import scaling_of
@@ -28,7 +29,7 @@ from gradaudit.models.images import load_image_model
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
-from gradaudit.types import Given, ImageBatch, Observation, PublicImages
+from gradaudit.types import Given, ImageBatch, LocalTraining, Observation, PublicImages
 
 pytest.importorskip("sklearn")
 
@@ -136,7 +137,6 @@ def test_the_truth_explains_what_was_sent_and_other_images_do_not(digits, model,
     batch = digits.batch((0,))
     seen = seen_of(client_of(model, name), batch)
     evidence = ImageEvidence(seen)
-    assert evidence.explained
     other = digits.batch((1,)).images
     right, wrong = evidence(torch.stack([batch.images, other]), batch.labels.expand(2, 1), 0.01).tolist()
     count = sum(value.numel() for value in seen.tensors.values())
@@ -199,10 +199,36 @@ def test_a_slack_scales_what_is_violated(digits, model):
     assert evidence.unit == pytest.approx(float(observed.square().mean().sqrt()), rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["none", "gaussian", "sign", "topk"])
+def test_the_truth_explains_the_weight_change_of_one_step(digits, model, name):
+    batch, other = digits.batch((0,)), digits.batch((1,))
+    how = {"gaussian": ("gaussian", {"sigma": 1e-3})}.get(name, DEFENSES[name])
+    one = Client(model, training=LocalTraining("sgd", 0.1), defenses=(build("defense", *how),) if how else ())
+    seen = seen_of(one, batch, training=True)
+    assert seen.kind == "delta"
+    evidence = ImageEvidence(seen)
+    right, wrong = evidence(torch.stack([batch.images, other.images]), batch.labels.expand(2, 1), 0.01).tolist()
+    count = sum(value.numel() for value in seen.tensors.values())
+    assert right == pytest.approx(count / 2, rel=0.1) if name == "gaussian" else right < 1e-2
+    assert wrong > right + 500
+
+
+@pytest.mark.parametrize("training", [LocalTraining("sgd", 0.1, 2), LocalTraining("adamw", 0.1)])
+def test_of_several_steps_or_another_optimizer_nothing_is_explained(digits, model, training):
+    batch = digits.batch((0,))
+    assert not has_law(seen_of(Client(model, training=training), batch, training=True))
+    one_step = Client(model, training=LocalTraining("sgd", 0.1))
+    assert has_law(seen_of(one_step, batch, training=True))
+    assert not has_law(seen_of(one_step, batch, training=False)), "the attacker is not told the learning rate"
+
+
 def test_what_has_no_law_is_not_explained(digits, model):
     for names in (("clip",), ("topk", "gaussian")):
         client = Client(model, defenses=tuple(build("defense", n, {}) for n in names))
-        assert not ImageEvidence(seen_of(client, digits.batch((0,)))).explained
+        seen = seen_of(client, digits.batch((0,)))
+        assert not has_law(seen)
+        with pytest.raises(NotSupportedError, match="no likelihood here"):
+            ImageEvidence(seen)
 
 
 def test_without_a_label_the_one_that_explains_the_update_is_taken(digits, model):
@@ -271,3 +297,15 @@ def test_what_cannot_be_refined_says_so(digits, model, tmp_path):
     manifest.write_text(text.replace("head.weight", "nothing", 1), encoding="utf8")
     with pytest.raises((BadInputError, NotSupportedError)):
         found(seen_of(client, digits.batch((0,))), stream(0, "a"))
+
+
+def test_a_spread_that_is_no_law_is_refused(digits, model, tmp_path):
+    every = public_images(digits, digits, [(0,)])
+    public = PublicImages(every.images[:60], every.labels[:60], every.where, every.sha256)
+    found = fit(LtiImages(learner="kernel", refine=2), Client(model), Selection("all"), public, 1, 0, tmp_path)
+    weights = Path(found.inverter) / "inverter.safetensors"
+    tensors = load_file(weights)
+    for name, value in (("floor", 0.0), ("variances", -1.0)):
+        save_file(tensors | {name: torch.full_like(tensors[name], value)}, weights)
+        with pytest.raises(BadInputError, match="below zero"):
+            found(seen_of(Client(model), digits.batch((0,))), stream(0, "a"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.image_evidence import ImageEvidence
+from gradaudit.leakage.image_evidence import LAWS, ImageEvidence, has_law
 from gradaudit.leakage.image_matching import image_labels
 from gradaudit.leakage.image_posterior import likeliest_images
 from gradaudit.learned.image_fit import Plan, Simulation, fit_image_inverter
@@ -151,12 +151,10 @@ class LtiImages(Attack[ImageModel]):
         reading, spread = inverter.images(seen), inverter.spread
         if spread is None:
             raise NotSupportedError("attack 'lti-images': this inverter was saved without its spread; fit it again")
-        evidence = ImageEvidence(seen)
-        if not evidence.explained:
-            return reading.clamp(0, 1), ("not refined: the defenses have no law here, only one of those that have",)
+        if not has_law(seen):
+            return reading.clamp(0, 1), (f"not refined: images have no likelihood here but {LAWS}",)
         label = image_labels(seen).values
         known = None if label is None else int(label[0])
-        found = likeliest_images(
-            evidence, reading, known, seen.model.spec.labels, spread.to(reading.device), self.refine, self.name
-        )
+        law, classes = spread.to(reading.device), seen.model.spec.labels
+        found = likeliest_images(ImageEvidence(seen), reading, known, classes, law, self.refine, self.name)
         return found, ("refined: the likeliest image given the reading and the update",)

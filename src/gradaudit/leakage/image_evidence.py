@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.image_matching import PRUNING
 from gradaudit.leakage.matching import as_gradient
 from gradaudit.models.images import ImageModel
@@ -12,6 +15,18 @@ from gradaudit.types import Observation
 
 EXPLAINED = ("gaussian", "sign", *PRUNING)
 """Defenses that have a law here, one at a time."""
+
+
+LAWS = f"under one defense of {', '.join(EXPLAINED)}, or none, of a gradient or the weight change of one SGD step"
+"""What has a law, for messages."""
+
+
+def has_law(seen: Observation[ImageModel]) -> bool:
+    """Say whether what was sent has a law here: of several local steps the truth itself would not explain it."""
+    told = seen.knowledge.defenses or ()
+    how, size = seen.knowledge.training, seen.knowledge.batch_size
+    one_step = how is not None and how.optimizer == "sgd" and size is not None and how.steps(size) == 1
+    return len(told) <= 1 and all(d["name"] in EXPLAINED for d in told) and (seen.kind == "gradient" or one_step)
 
 
 class ImageEvidence:
@@ -23,14 +38,19 @@ class ImageEvidence:
 
     Args:
         seen: the observation.
+
+    Raises:
+        NotSupportedError: what was sent has no law here.
     """
 
     def __init__(self, seen: Observation[ImageModel]) -> None:
+        if not has_law(seen):
+            raise NotSupportedError(f"images have no likelihood here but {LAWS}")
         self._model, self._observed = seen.model, as_gradient(seen)
-        told = [dict(d) for d in seen.knowledge.defenses or ()]
-        self.explained = len(told) <= 1 and all(d["name"] in EXPLAINED for d in told)
-        """False where a defense has no law here."""
-        self._told = told[0] if told else {"name": "none"}
+        self._told: dict[str, Any] = next((dict(d) for d in seen.knowledge.defenses or ()), {"name": "none"})
+        how = seen.knowledge.training
+        # noise was added to what was sent, and is told in its units
+        self._rate = how.learning_rate if seen.kind == "delta" and how is not None else 1.0
         sent = torch.cat([v[v != 0] for v in self._observed.values()])
         self.unit = float(sent.square().mean().sqrt()) if len(sent) else 1.0
         """Root mean square of the numbers that were sent: what a slack is told in."""
@@ -57,12 +77,12 @@ class ImageEvidence:
     def _of(self, name: str, made: Tensor, observed: Tensor, slack: float) -> Tensor:
         how = self._told["name"]
         if how == "sign":
-            wrong = torch.relu(-made * observed)
+            wrong = torch.relu(-made * observed.sign())
             return (wrong / (slack * self._typical(made))).flatten(1).sum(1)
         off, size = made - observed, slack * self.unit
         if how == "gaussian":
             relative = bool(self._told.get("relative"))
-            size = float(self._told["sigma"]) * (float(observed.square().mean().sqrt()) if relative else 1.0)
+            size = float(self._told["sigma"]) * (float(observed.square().mean().sqrt()) if relative else 1 / self._rate)
         elif how == "topk":
             off = torch.where(observed != 0, off, torch.relu(made.abs() - self._least[name]))
         elif how == "random-pruning":

@@ -14,6 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from gradaudit.errors import BadInputError
 from gradaudit.learned.compared import compared
 from gradaudit.learned.features import Scaling
 from gradaudit.learned.image_network import ImageNetwork, ImageNetworkShape
@@ -134,6 +135,8 @@ def load_image_inverter(folder: Path) -> ImageInverter:
     shape = manifest.shape()
     tensors, scaling = read_tensors(folder, shape.tensors(), shape.inputs)
     if isinstance(shape, KernelShape):
+        if shape.directions and (float(tensors["floor"]) <= 0 or float(tensors["variances"].min()) < 0):
+            raise BadInputError(f"{folder} holds variances below zero; it is damaged, fit it again")
         return ImageInverter(manifest, Kernel.of(tensors), scaling)
     network = ImageNetwork(shape)
     network.load_state_dict(tensors, assign=True)
