@@ -228,7 +228,8 @@ def test_a_training_that_was_stopped_ends_as_it_would_have(tmp_path, monkeypatch
 
 
 def test_settings_that_make_no_sense_are_refused():
-    for fields in ({"share": 0.0}, {"share": 1.5}, {"validation": 1.0}, {"epochs": 0}, {"learning_rate": -1.0}):
+    wrong = ("share", 0.0), ("share", 1.5), ("validation", 1.0), ("epochs", 0), ("learning_rate", -1.0), ("piece", 0.5)
+    for fields in (dict([one]) for one in wrong):
         with pytest.raises(BadInputError, match="attack 'lti'"):
             build("attack", "lti", fields)
     with pytest.raises(AuditError, match="learns nothing"):

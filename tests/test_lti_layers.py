@@ -190,8 +190,8 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_taken(load, tmp_p
         fitted(client, tmp_path, texts(client.model, 40, 1))
 
 
-@pytest.mark.parametrize("pseudo", [False, True])
-def test_drawn_text_is_new_in_every_epoch(load, tmp_path, monkeypatch, pseudo):
+@pytest.mark.parametrize(("pseudo", "piece"), [(False, 1.0), (True, 1.0), (True, 3.0)])
+def test_drawn_text_is_new_in_every_epoch(load, tmp_path, monkeypatch, pseudo, piece):
     simulated: list[tuple[int, ...]] = []
 
     def counted(simulation, hash_, texts, size, rng):
@@ -200,7 +200,7 @@ def test_drawn_text_is_new_in_every_epoch(load, tmp_path, monkeypatch, pseudo):
 
     monkeypatch.setattr(layered_fit, "hashed", counted)
     public = texts(load("gpt2", "causal-lm"), 200, 1)
-    fitted(client_of(load("gpt2", "causal-lm")), tmp_path, public, epochs=4, references=100, pseudo=pseudo)
+    fitted(client_of(load("gpt2", "causal-lm")), tmp_path, public, epochs=4, references=100, pseudo=pseudo, piece=piece)
     own = {tuple(row) for row in public.ids.tolist()}
     drawn = [row for row in simulated if row not in own]
     # ten are held out; of 760 windows of five words out of twelve, a few are drawn twice, or are public ones

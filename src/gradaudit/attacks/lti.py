@@ -27,8 +27,9 @@ class Lti(Attack):
 
     The attacker has text of the same kind ([public] in a case) and the client's settings. It computes the updates that
     the client would send of its own text, hashes them to fewer numbers, and learns the way back; the update under
-    attack then costs one pass. With `pseudo` the text is drawn token by token from the public text's frequencies
-    (LTI-P). It reads what it was trained for and nothing else: another model, selection or defense is refused.
+    attack then costs one pass. With `pseudo` the text is drawn word by word from the public text's frequencies
+    (LTI-P), or in pieces of several words. It reads what it was trained for and nothing else: another model, selection
+    or defense is refused.
 
     Raises:
         BadInputError: a setting that makes no sense.
@@ -52,7 +53,13 @@ class Lti(Attack):
     references: int = hyper(6000, '"layers": updates that the linear guess is fitted to', source="ours", later=True)
     inverter: str = hyper("", "folder of a fitted inverter; without one, 'run' and 'sweep' fit it from [public]")
     pseudo: bool = hyper(
-        False, "train on tokens drawn from the public text's frequencies, fresh every batch (LTI-P)", source="LTI-P"
+        False, "train on words drawn from the public text's frequencies, fresh every batch (LTI-P)", source="LTI-P"
+    )
+    piece: float = hyper(
+        1.0,
+        "pseudo: words that are drawn together in the mean, as they stand in the public text; 1 draws each by itself",
+        source="ours; the paper draws each by itself",
+        later=True,
     )
     share: float = hyper(0.1, "bins as a share of the coordinates seen", source="section 4.1")
     signed: bool = hyper(False, "hash with random signs", source="the paper sums without")
@@ -75,7 +82,7 @@ class Lti(Attack):
     patience: int = hyper(5, "validations without a better one after which training stops; 0 never", source="ours")
 
     def __post_init__(self) -> None:
-        self._at_least(1, "references", "bottleneck", "width", "epochs", "batch", "trial")
+        self._at_least(1, "piece", "references", "bottleneck", "width", "epochs", "batch", "trial")
         self._at_least(0, "learning_rate", "patience")
         if not 0 < self.share <= 1 or not 0 < self.validation < 1:
             raise BadInputError("attack 'lti': share must be above 0 and at most 1, validation between 0 and 1")
@@ -108,6 +115,7 @@ class Lti(Attack):
             decay=self.decay,
             squared=self.squared,
             pseudo=self.pseudo,
+            piece=self.piece,
             own_words=self.own_words,
             validation=self.validation,
             patience=self.patience,

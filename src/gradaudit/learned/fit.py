@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def fit_inverter(
     hash_ = Hash(sizes_of(target.tensors), plan.bins, hash_seed, plan.signed)
     checked = Examples(simulation, hash_, held_out, size, stream(seed, "validation"), "lti: validation")
     source: _Source = (
-        _Drawn(simulation, hash_, shown, plan, size, stream(seed, "drawn"))
+        _Drawn(simulation, hash_, shown, plan, size, model.special.ids, stream(seed, "drawn"))
         if plan.pseudo
         else _Shown(simulation, hash_, shown, plan, size, stream(seed, "shown"))
     )
@@ -154,17 +154,25 @@ class _Shown:
 
 
 class _Drawn:
-    """Batches of tokens drawn one by one from the public text's unigram distribution (LTI-P), fresh every step."""
+    """Batches of words drawn from the public text (LTI-P), fresh every step."""
 
     def __init__(
-        self, simulation: Simulation, hash_: Hash, texts: Public, plan: Plan, size: int, rng: torch.Generator
+        self,
+        simulation: Simulation,
+        hash_: Hash,
+        texts: Public,
+        plan: Plan,
+        size: int,
+        special: Collection[int],
+        rng: torch.Generator,
     ) -> None:
         self._simulation, self._hash, self._texts = simulation, hash_, texts
         self._seed, self._count, self._size = draw_seed(rng), plan.batch * size, size
+        self._special, self._piece = special, plan.piece
 
     def __call__(self, step: int) -> tuple[Tensor, Public]:
         rng = stream(self._seed, "step", step)
-        texts = drawn_like(self._texts, self._count, rng)
+        texts = drawn_like(self._texts, self._count, self._special, rng, self._piece)
         return noised(hashed(self._simulation, self._hash, texts, self._size, rng), self._hash, rng), texts
 
 

@@ -101,7 +101,9 @@ def fit_by_layers(
     def shown_in(epoch: int) -> Public:
         """Return what is learned from in an epoch: drawn anew for each, or the public text."""
         what = ("drawn", epoch) if epoch else ("drawn",)
-        return drawn_like(shown, len(shown), stream(seed, *what)) if plan.pseudo else shown
+        if not plan.pseudo:
+            return shown
+        return drawn_like(shown, len(shown), model.special.ids, stream(seed, *what), plan.piece)
 
     texts = shown_in(0)
     first = torch.empty(few, inputs, device=device)

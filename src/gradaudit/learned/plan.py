@@ -21,7 +21,8 @@ class Plan:
         trial: steps of each.
         decay: the learning rate falls to zero.
         squared: squared loss.
-        pseudo: train on tokens drawn from the public text's unigram distribution, fresh every batch.
+        pseudo: train on words drawn from the public text, fresh every batch.
+        piece: words that are drawn together; see `drawn_like`.
         own_words: begin the shared layer with what the model knows of its words: see `begin_with_words`.
         validation: share of the public text that is held out.
         patience: see `Recipe`.
@@ -40,6 +41,7 @@ class Plan:
     decay: bool
     squared: bool
     pseudo: bool
+    piece: float
     own_words: bool
     validation: float
     patience: int

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -34,16 +35,34 @@ class Public:
         return Public(self.ids[rows], self.mask[rows], None if self.labels is None else self.labels[rows], self.where)
 
 
-def drawn_like(texts: Public, count: int, rng: torch.Generator) -> Public:
-    """Return texts of tokens drawn one by one from some texts' unigram distribution, with lengths and labels of theirs.
+def drawn_like(texts: Public, count: int, special: Collection[int], rng: torch.Generator, piece: float = 1.0) -> Public:
+    """Return texts of words drawn from some texts, with lengths, labels and special tokens of theirs.
 
-    Source: LTI, section 3.3 (LTI-P).
+    Args:
+        texts: what is drawn from.
+        count: how many are drawn.
+        special: token ids that stay where they are and are drawn nowhere else.
+        rng: draws.
+        piece: words that are drawn together, in the mean: a piece goes on with the word behind, and ends by chance or
+            where its text does. With 1 each is drawn by itself, which is the unigram distribution of the texts.
+
+    Source: LTI, section 3.3 (LTI-P), for a piece of 1; longer ones are ours.
     """
-    rows = torch.randint(len(texts), (count,), generator=rng).to(texts.ids.device)
-    like = texts.take(rows)
-    frequency = torch.bincount(texts.ids[texts.mask].cpu()).double()
-    drawn = torch.multinomial(frequency, like.ids.numel(), replacement=True, generator=rng)
-    ids = torch.where(like.mask, drawn.view_as(like.ids).to(like.ids), like.ids)
+    device = texts.ids.device
+    words = texts.mask & ~torch.isin(texts.ids, torch.tensor(sorted(special), device=device))
+    if not bool(words.any()):
+        return texts.take(torch.randint(len(texts), (count,), generator=rng).to(device))
+    like = texts.take(torch.randint(len(texts), (count,), generator=rng).to(device))
+    free = like.mask & ~torch.isin(like.ids, torch.tensor(sorted(special), device=device))
+    places = words.flatten().nonzero().flatten()
+    drawn = places[torch.randint(len(places), like.ids.shape, generator=rng).to(device)]
+    going_on = (torch.rand(like.ids.shape, generator=rng) >= 1 / piece).to(device)
+    # where a word has another one behind it, in the same text
+    followed = F.pad(words[:, 1:] & words[:, :-1], (0, 1)).flatten()
+    for at in range(1, like.ids.shape[1]):
+        before = drawn[:, at - 1]
+        drawn[:, at] = torch.where(going_on[:, at] & free[:, at - 1] & followed[before], before + 1, drawn[:, at])
+    ids = torch.where(free, texts.ids.flatten()[drawn], like.ids)
     return Public(ids, like.mask, like.labels, like.where)
 
 
