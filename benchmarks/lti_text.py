@@ -4,9 +4,9 @@
 
 Groups: `defenses` (LTI-P and LTI by layers and by the paper's network, TAG, decode, exchange and blind under each
 defense; `--only layers-p,layers,blind,decode,tag` leaves out the network, which takes a quarter of an hour a cell,
-LTI-P by layers with three times the epochs, as long, and TAG from LAMP's start), `rows` (LTI by layers, by the number
-of public windows), `speed` (simulated updates a second, one by one and many at a time). Run again to go on: a finished
-cell is read.
+LTI-P by layers with three times the epochs or with words in pieces, and TAG from LAMP's start), `rows` (LTI by layers,
+by the number of public windows), `speed` (simulated updates a second, one by one and many at a time). Run again to go
+on: a finished cell is read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PUBLISHED = {
               "90.25/87.39/81.94/87.34"),
 }  # fmt: skip
 """Accuracy / ROUGE-1 / ROUGE-2 / ROUGE-L (Wu et al., arXiv 2210.10880), in the order of `DEFENSES`."""
-SAME = {"layers": "lti", "layers-p": "lti-p", "layers-p-long": "lti-p", "tag-lamp": "tag"}
+SAME = {"layers": "lti", "layers-p": "lti-p", "layers-p-long": "lti-p", "layers-pieces": "lti-p", "tag-lamp": "tag"}
 """What of ours stands beside what of theirs, where names differ."""
 NET: dict[str, Any] = {
     "name": "lti", "share": 0.01, "bottleneck": 1000, "width": 192, "own_words": True, "learning_rate": 1e-3,
@@ -72,6 +72,7 @@ LAYERS: dict[str, Any] = {
 """Ours, of three minutes; chosen on windows held out of the public split."""
 ATTACKS: dict[str, dict[str, Any]] = {
     "layers-p": LAYERS | {"pseudo": True},  # new windows in every epoch
+    "layers-pieces": LAYERS | {"pseudo": True, "piece": 4.0},
     "layers-p-long": LAYERS | {"pseudo": True, "epochs": 18},
     "layers": LAYERS,
     "lti-p": NET | {"pseudo": True, "epochs": 5},
@@ -158,7 +159,11 @@ def make_model(data: Path, folder: Path) -> None:
 
 def defenses() -> list[Cell]:
     """Every attack under every defense; what learns first."""
-    ours = [Cell(attack, defense, FEW) for attack in ("layers-p", "layers", "layers-p-long") for defense in DEFENSES]
+    ours = [
+        Cell(attack, defense, FEW)
+        for attack in ("layers-p", "layers", "layers-pieces", "layers-p-long")
+        for defense in DEFENSES
+    ]
     return ours + [
         Cell(attack, defense)
         for attack in ("lti-p", "lti", "blind", "decode", "exchange", "tag", "tag-lamp")
