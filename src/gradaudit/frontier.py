@@ -6,12 +6,34 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradaudit.record import Interval, Record
+from gradaudit.record import Interval, Record, Summary
+from gradaudit.report.verdict_images import recovered
 from gradaudit.sweep import Result
 from gradaudit.utility import Utility
 
-MARGIN = 5.0
-"""ROUGE-L above blind guessing up to which nothing was told: less than one word of a short sentence."""
+
+@dataclass(frozen=True)
+class Measure:
+    """How leakage is told, from 0 to 100.
+
+    Args:
+        name: of the score.
+        about: what the drawing calls it.
+        exactly: what a share of it is called that was read whole.
+        margin: above blind guessing, up to which nothing was told.
+    """
+
+    name: str
+    about: str
+    exactly: str
+    margin: float
+
+
+WORDS = Measure("ROUGE-L", "ROUGE-L", "exact", 5.0)
+"""Its margin is less than one word of a short sentence."""
+PIXELS = Measure("% explained", "% of the blind error explained", "recognized", 10.0)
+"""100 (1 - MSE / MSE of the blind guess): 100 is the image itself, 0 no better than blind. The report finds a partial
+leak from 25 on; what is recommended must be quieter than that."""
 USEFUL = 0.25
 """Share of the best MCC below which a setting has not learned the task, and is recommended to nobody; nor is one whose
 interval holds 0."""
@@ -26,16 +48,18 @@ class OperatingPoint:
     Args:
         client: in words: what of the axes belongs to the client.
         batch_size: sentences of the attacked updates.
-        leak: ROUGE-L of the strongest attack.
-        blind: ROUGE-L without any gradient.
-        exact: share of sentences that some attack read exactly, 0 to 100.
+        leak: of the strongest attack, in the unit of `measure`.
+        blind: the same without any gradient.
+        exact: share of sentences that some attack read exactly, of images that some attack recovered so well that they
+            can be recognized, 0 to 100.
         blind_exact: the same without any gradient.
         attack: the strongest.
         bound: some attack does not reckon with this client, or failed: the leak is a lower bound.
         utility: what the model is worth.
         unsupported: attacks that do not support this client, and were not run.
-        worst: the record and the number, from 0, of the sentence that the strongest attack read best.
+        worst: the record and the number, from 0, of the sentence or image that the strongest attack read best.
         dominated: another point of this batch size is at least as good in both, and better in one.
+        measure: of the leak.
     """
 
     client: str
@@ -50,12 +74,13 @@ class OperatingPoint:
     unsupported: tuple[str, ...] = ()
     worst: tuple[Record, int] | None = None
     dominated: bool = False
+    measure: Measure = WORDS
 
     @property
     def silent(self) -> bool:
         """Whether no attack told more than blind guessing: by its interval's upper end, and no sentence exactly."""
         most = self.leak.high if self.leak.high is not None else self.leak.worst
-        return (most or 0.0) <= self.blind + MARGIN and self.exact <= self.blind_exact
+        return (most or 0.0) <= self.blind + self.measure.margin and self.exact <= self.blind_exact
 
 
 @dataclass(frozen=True)
@@ -95,7 +120,7 @@ def _frontier(size: int, results: Sequence[Result]) -> Frontier:
         told = {
             k: v
             for k, v in case.items()
-            if k not in ("name", "attack", "knowledge", "selection", "metrics", "published")
+            if k not in ("name", "attack", "knowledge", "public", "selection", "metrics", "published")
         }
         told["data"] = {k: v for k, v in told["data"].items() if k not in ("batches", "skip", "shuffle_seed")}
         groups.setdefault(json.dumps(told, sort_keys=True), []).append(result)
@@ -140,26 +165,57 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
     if not scored:
         return None
     able = [r for r in group if not r.unsupported]
-    best, summary = max(scored, key=lambda pair: pair[1].scores["rougeL"].mean or 0.0)
+    images = "mse" in scored[0][1].scores
+    best, summary = max(scored, key=lambda pair: _leak(pair[1])[0].mean or 0.0)
+    leak, blind = _leak(summary)
     assert best.utility is not None
     return OperatingPoint(
         client=_client(best),
         batch_size=size,
-        leak=summary.scores["rougeL"],
-        blind=summary.baseline["rougeL"].mean or 0.0,
-        exact=max(s.scores["exact"].mean or 0.0 for _, s in scored),
-        blind_exact=summary.baseline["exact"].mean or 0.0,
+        leak=leak,
+        blind=blind,
+        exact=max(_recognized(r.records) if images else s.scores["exact"].mean or 0.0 for r, s in scored),
+        blind_exact=0.0 if images else summary.baseline["exact"].mean or 0.0,
         attack=summary.attack,
         bound=any(BOUND & set(s.flags) or s.failed for _, s in scored) or len(scored) < len(able),
         unsupported=tuple(sorted({str(r.point.case.attack.get("name")) for r in group if r.unsupported})),
         utility=best.utility,
-        worst=_worst(best.records),
+        worst=_worst_image(best.records) if images else _worst(best.records),
+        measure=PIXELS if images else WORDS,
     )
+
+
+def _leak(summary: Summary) -> tuple[Interval, float]:
+    """Return what an attack told, and what blind guessing tells, 0 to 100."""
+    if "mse" not in summary.scores:
+        return summary.scores["rougeL"], summary.baseline["rougeL"].mean or 0.0
+    error, blind = summary.scores["mse"], summary.baseline["mse"].mean
+
+    def explained(value: float | None) -> float | None:
+        return None if value is None else 100 * (1 - value / blind) if blind else 0.0
+
+    found = Interval(
+        mean=explained(error.mean),
+        low=explained(error.high),
+        high=explained(error.low),
+        worst=explained(error.worst),
+        n=error.n,
+    )
+    return found, 0.0
+
+
+def _recognized(records: Sequence[Record]) -> float:
+    return 100 * sum(map(recovered, records)) / max(1, sum(record.batch_size for record in records))
 
 
 def _worst(records: Sequence[Record]) -> tuple[Record, int] | None:
     every = [(record, at) for record in records for at in range(len(record.sentences))]
     return max(every, key=lambda pair: pair[0].sentences[pair[1]].rougeL or 0.0, default=None)
+
+
+def _worst_image(records: Sequence[Record]) -> tuple[Record, int] | None:
+    every = [(record, at) for record in records for at, marks in enumerate(record.images) if marks.found]
+    return min(every, key=lambda pair: pair[0].images[pair[1]].mse, default=None)
 
 
 def _marked(point: OperatingPoint, points: Sequence[OperatingPoint]) -> OperatingPoint:
@@ -176,7 +232,10 @@ def _choice(points: Sequence[OperatingPoint]) -> tuple[OperatingPoint | None, st
     silent = [p for p in points if p.silent]
     if not silent:
         least = min(points, key=lambda p: p.leak.mean or 0.0)
-        told = f"{least.leak.mean or 0:.1f} ROUGE-L by '{least.attack}' where blind guessing gives {least.blind:.1f}"
+        told = (
+            f"{least.leak.mean or 0:.1f} {least.measure.name} by '{least.attack}' where blind guessing gives "
+            f"{least.blind:.1f}"
+        )
         return None, f"None of these stops the attacks: the least is told with {least.client}, {told}."
     useful = [p for p in silent if p.utility.mcc_low > 0 and p.utility.mcc >= USEFUL * best]
     if not useful:

@@ -13,36 +13,37 @@ from gradaudit.defenses.base import ExampleDefense, ModelDefense, UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.examples import Private
 from gradaudit.streams import draw_seed, stream
-from gradaudit.types import Batch, Update
+from gradaudit.types import Batch, ImageBatch, Update
 
 _ALONE = 4
-"""Sentences of a client from which on its gradient is computed by itself: below, each sentence's own are cheaper."""
+"""Examples of a client from which on its gradient is computed by itself: below, each example's own are cheaper."""
 
 
-def mean_update(client: Client, batch: Batch, clients: int, rng: torch.Generator) -> Update:
+def mean_update(client: Client, batch: Private, clients: int, rng: torch.Generator) -> Update:
     """Return a draw of the mean update of several clients, each with an equal part of the batch.
 
     It has the law of `Client(clients=...)`'s, which computes and defends every client's update by itself. Here single
-    gradients are made together: DP-SGD clips all sentences in one pass and draws the sum of the clients' noise; without
+    gradients are made together: DP-SGD clips all examples in one pass and draws the sum of the clients' noise; without
     a defense the mean is the whole batch's gradient; noise that does not look at the update is drawn once, of the
-    mean's law; and where each client's gradient is needed, those of single sentences come out of one pass.
+    mean's law; and where each client's gradient is needed, those of single examples come out of one pass.
 
     Args:
         client: one of the clients; its own `clients` is how many share one's batch (secure aggregation).
-        batch: the sentences of all.
+        batch: the examples of all.
         clients: how many.
         rng: the round's random stream.
 
     Raises:
-        BadInputError: as `Client.update`; or the extra `dp` is missing, which makes single sentences' gradients.
+        BadInputError: as `Client.update`; or the extra `dp` is missing, which makes single sentences' gradients of some
+            models.
     """
     several = clients * client.clients
     defenses = [d for d in client.defenses if isinstance(d, UpdateDefense)]
     trained = tuple(d for d in client.defenses if isinstance(d, ModelDefense))
     guards = [d for d in client.defenses if isinstance(d, ExampleDefense)]
-    plain = client.training.optimizer == "none" and len(batch.ids) % several == 0 and several > 1
+    plain = client.training.optimizer == "none" and len(batch) % several == 0 and several > 1
     if plain and len(guards) == 1 and not guards[0].sampled and len(trained) + 1 == len(client.defenses):
-        # each clips its own sentences and adds its own noise: as one client with all sentences and the noises' sum
+        # each clips its own examples and adds its own noise: as one client with all sentences and the noises' sum
         together = (*trained, guards[0].of_several(several))
         return replace(client, clients=several).made(
             replace(client, defenses=together, clients=1).update(batch, rng).tensors
@@ -87,20 +88,27 @@ def _by_mean(defenses: list[UpdateDefense], clients: int) -> bool:
     return all(d.on_mean(nothing, clients, torch.Generator()) is not None for d in defenses)
 
 
-def _whole(client: Client, batch: Batch, rng: torch.Generator) -> Mapping[str, Tensor]:
+def _whole(client: Client, batch: Private, rng: torch.Generator) -> Mapping[str, Tensor]:
     """Return the gradient of the whole batch."""
     order, parts = _by_length(batch)
     return replace(client, clients=parts).update(_rows(batch, order), rng).tensors
 
 
-def _by_length(batch: Batch) -> tuple[Tensor, int]:
-    """Return the sentences, short ones first, and in how many parts they are computed: less padding in each."""
-    size = len(batch.ids)
+def _by_length(batch: Private) -> tuple[Tensor, int]:
+    """Return the sentences, short ones first, and in how many parts they are computed: less padding in each.
+
+    Images are all of one size, and one part.
+    """
+    size = len(batch)
+    if isinstance(batch, ImageBatch):
+        return torch.arange(size), 1
     parts = next((n for n in (4, 2) if size % n == 0 and size >= 8 * n), 1)
     return batch.mask.sum(1).argsort(stable=True), parts
 
 
-def _rows(batch: Batch, rows: Tensor) -> Batch:
+def _rows(batch: Private, rows: Tensor) -> Private:
+    if isinstance(batch, ImageBatch):
+        return ImageBatch(batch.images[rows], batch.labels[rows])
     labels = None if batch.labels is None else batch.labels[rows]
     return Batch(batch.ids[rows], batch.mask[rows], labels, tuple(batch.texts[int(n)] for n in rows))
 
@@ -130,12 +138,12 @@ def updates_by_parts(
         raise BadInputError(f"{len(batch)} examples are no equal parts for {clients} clients; change batch_size")
     size, seed = len(batch) // clients, draw_seed(rng)
     plain = client.training.optimizer == "none" and all(isinstance(d, ModelDefense) for d in client.defenses)
-    if size >= _ALONE or not plain or not isinstance(batch, Batch) or batch.labels is None:
+    if size >= _ALONE or not plain or batch.labels is None:
         for n in range(clients):
             sent = client.update(batch.part(slice(n * size, (n + 1) * size)), stream(seed, "client", n)).tensors
             yield torch.tensor([n]), {name: value[None] for name, value in sent.items()}
         return
-    order, parts = _by_length(batch) if size == 1 else (torch.arange(len(batch.ids)), 1)
+    order, parts = _by_length(batch) if size == 1 else (torch.arange(len(batch)), 1)
     for n, rows in enumerate(order.chunk(parts)):
         found = client.example_gradients(_rows(batch, rows), stream(seed, "mean", n))
         if size > 1:

@@ -314,8 +314,6 @@ def _run(
     summary = summarize(records)[0]
     if cost is None:
         return Result(point, summary, tuple(records))
-    if isinstance(ready, PreparedImages):
-        return Result(point, summary, tuple(records), no_utility="utility is measured on text; leave [utility] away")
     try:
         found = kept_utility(out / UTILITY, case, cost, ready.model, ready.rows)
     except AuditError as error:  # what was attacked is not lost by it

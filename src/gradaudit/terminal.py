@@ -139,17 +139,17 @@ def sweep_table(results: Sequence[Result]) -> Table:
         if found is None or result.failed:
             table.add_row(*values, "not supported" if result.unsupported else "[yellow]not run[/yellow]")
             continue
+        cost = result.utility
+        spent = "-" if cost is None or cost.epsilon is None else shortened(cost.epsilon)
+        paid = () if cost is None else (f"{cost.accuracy:.1f}", f"{cost.mcc:.1f}", spent)
         if "mse" in found.scores:
-            table.add_row(*values, *_image_sweep_cells(found))
+            table.add_row(*values, *_image_sweep_cells(found), *paid)
             continue
         bound = "> " if {"defense-not-modeled", "dropout-not-modeled"} & set(found.flags) else ""
         one, exact = (f"{found.scores[name].mean or 0:.1f}" for name in ("rouge1", "exact"))
         failed = f" ({found.failed} failed)" if found.failed else ""
         blind = f"{found.baseline['rougeL'].mean or 0:.1f}"
         longest = bound + _cell(found.scores["rougeL"])
-        cost = result.utility
-        spent = "-" if cost is None or cost.epsilon is None else shortened(cost.epsilon)
-        paid = () if cost is None else (f"{cost.accuracy:.1f}", f"{cost.mcc:.1f}", spent)
         table.add_row(
             *values, bound + one, longest, bound + exact, blind, f"{found.n}{failed}", f"{found.seconds:.1f}", *paid
         )

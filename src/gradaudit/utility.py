@@ -17,20 +17,21 @@ from torch import Tensor
 
 from gradaudit.case import Case
 from gradaudit.case_client import client_of
-from gradaudit.data.source import Rows, make_batch
+from gradaudit.data.images import ImageRows
+from gradaudit.data.source import Rows
 from gradaudit.defenses.base import ExampleDefense, ModelDefense
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.error_feedback import feedback_round
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.labeled_rows import LabeledRows, labeled_rows
 from gradaudit.mean_update import mean_update
-from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.base import Model
 from gradaudit.progress import track
 from gradaudit.registry import describe, identity
 from gradaudit.streams import stream
-from gradaudit.types import Batch
 
 _AT_ONCE = 64
-"""Sentences a forward pass of the test."""
+"""Rows a forward pass of the test."""
 _RESAMPLES = 400
 """Of the test rows, for the interval."""
 
@@ -42,7 +43,7 @@ class UtilityTable(BaseModel):
 
     steps: int = Field(default=300, ge=1, description="rounds: the clients' mean update, applied by the server")
     batch_size: int = Field(
-        default=16, ge=1, description="sentences a round: of as many clients as hold it in batches of the attacked size"
+        default=16, ge=1, description="rows a round: of as many clients as hold it in batches of the attacked size"
     )
     learning_rate: float = Field(
         default=1e-4, gt=0, allow_inf_nan=False, description="of the server's AdamW; weight changes are added"
@@ -85,7 +86,7 @@ class Utility:
     seconds: float
 
 
-def kept_utility(folder: Path, case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> Utility:
+def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows) -> Utility:
     """Return the utility of a case's client, from the folder where it was measured before.
 
     Args:
@@ -115,15 +116,17 @@ def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Transformer
     return found
 
 
-def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> Utility:
+def utility(case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows) -> Utility:
     """Fine-tune a copy of the model with the case's client and defenses, and test it; see `kept_utility`.
 
-    A round has as many clients as hold `batch_size` sentences in batches of the attacked size, so that what is trained
-    with and what is attacked are updates of one kind: noise of each client acts on its own few sentences.
+    A round has as many clients as hold `batch_size` rows in batches of the attacked size, so that what is trained
+    with and what is attacked are updates of one kind: noise of each client acts on its own few rows.
     """
-    if case.task != "classification" or rows.labels is None:
+    if case.task == "causal-lm":
         raise NotSupportedError("utility is measured on classification; leave [utility] away for next words")
-    train, test = _split(case, how, rows)
+    tuned = copy.deepcopy(model)
+    labeled = labeled_rows(tuned, rows)
+    train, test = _split(case, how, labeled)
     size = case.data.batch_size
     several = _clients(case, how)
     defenses = case.build_defenses()
@@ -140,8 +143,7 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
             "test_rows or batch_size in [utility]"
         )
     began = time.perf_counter()
-    tuned = copy.deepcopy(model)
-    before = _scores(tuned, rows, test)["accuracy"]
+    before = _scores(labeled, test, model.spec.labels)["accuracy"]
     client = client_of(case, tuned)
     if sampled and guard is not None:
         # noise of several clients, each with its own draw, has the law of one client's: then draws need no equal parts
@@ -152,7 +154,7 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
     server = torch.optim.AdamW(parameters.values(), lr=how.learning_rate, weight_decay=0.0, fused=True)
     for step, chosen in enumerate(track(list(_draws(case, how, train, several * size, sampled)), "training")):
         rng = stream(case.seed, "utility", step)
-        batch = _batch(tuned, rows, chosen) if chosen else None
+        batch = labeled.batch(chosen) if chosen else None
         if batch is None:
             update = client.silent(rng, several * size)
         elif sampled:
@@ -174,7 +176,7 @@ def utility(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows)
         tuned.weights_changed()
     delta = how.delta or 0.1 / len(train)
     return Utility(
-        **_scores(tuned, rows, test),
+        **_scores(labeled, test, model.spec.labels),
         before=before,
         train_rows=len(train),
         test_rows=len(test),
@@ -189,24 +191,12 @@ def _clients(case: Case, how: UtilityTable) -> int:
     return max(1, -(-how.batch_size // case.data.batch_size))
 
 
-def _split(case: Case, how: UtilityTable, rows: Rows) -> tuple[list[int], list[int]]:
+def _split(case: Case, how: UtilityTable, rows: LabeledRows) -> tuple[list[int], list[int]]:
     """Return the rows to train and to test on; what shares its text with a tested row, or a part of it, is left out."""
-    order = torch.randperm(len(rows.texts), generator=stream(case.seed, "utility split")).tolist()
-    order = [row for row in order if rows.texts[row].strip()]
+    order = torch.randperm(len(rows), generator=stream(case.seed, "utility split")).tolist()
+    order = [row for row in order if rows.can_train(row)]
     test = order[: how.test_rows]
-    held = [_plain(rows.texts[row]) for row in test]
-    every = "\n".join(held)
-
-    def apart(row: int) -> bool:
-        text = _plain(rows.texts[row])
-        return text not in every and not any(one in text for one in held)
-
-    return [row for row in order[how.test_rows :] if apart(row)], test
-
-
-def _plain(text: str) -> str:
-    # spaces around, so that a part of a text is whole words of it
-    return f" {' '.join(text.lower().split())} "
+    return rows.apart(order[how.test_rows :], test), test
 
 
 def _draws(case: Case, how: UtilityTable, train: list[int], size: int, sampled: bool) -> Iterator[list[int]]:
@@ -245,28 +235,16 @@ def _epsilon(case: Case, how: UtilityTable, size: int, rows: int, delta: float) 
     return next(line.all_rounds for line in check(claim).supported if line.unit == "example")
 
 
-def _batch(model: TransformersModel, rows: Rows, chosen: list[int]) -> Batch:
-    assert rows.labels is not None
-    return make_batch(model, [rows.texts[i] for i in chosen], [rows.labels[i] for i in chosen])
-
-
-@torch.no_grad()
-def _scores(model: TransformersModel, rows: Rows, test: list[int]) -> dict[str, float]:
+def _scores(rows: LabeledRows, test: list[int], labels: int) -> dict[str, float]:
     try:
         from torchmetrics.functional import accuracy, f1_score, matthews_corrcoef
     except ImportError:
         raise BadInputError("utility needs torchmetrics: pip install 'gradaudit[utility]'") from None
-    said, true = [], []
-    for at in range(0, len(test), _AT_ONCE):
-        batch = _batch(model, rows, test[at : at + _AT_ONCE])
-        assert batch.labels is not None
-        logits = model.logits(ids=batch.ids.to(model.device), mask=batch.mask.to(model.device))
-        said.append(logits.argmax(1).cpu())
-        true.append(batch.labels)
-    found, truth = torch.cat(said), torch.cat(true)
-    classes: Any = {"task": "multiclass", "num_classes": model.spec.labels}
-    both: Any = {"task": "binary"} if model.spec.labels == 2 else classes | {"average": "macro"}
-    kind: Any = {"task": "binary"} if model.spec.labels == 2 else classes
+    parts = [rows.said(test[at : at + _AT_ONCE]) for at in range(0, len(test), _AT_ONCE)]
+    found, truth = (torch.cat(side) for side in zip(*parts, strict=True))
+    classes: Any = {"task": "multiclass", "num_classes": labels}
+    both: Any = {"task": "binary"} if labels == 2 else classes | {"average": "macro"}
+    kind: Any = {"task": "binary"} if labels == 2 else classes
 
     def mcc(some: Tensor) -> float:
         # of one class alone, said or true, the coefficient is 0 / 0: by convention 0; torchmetrics 1.9 says up to 32
@@ -285,7 +263,7 @@ def _scores(model: TransformersModel, rows: Rows, test: list[int]) -> dict[str, 
     }
 
 
-def _identity(case: Case, how: UtilityTable, model: TransformersModel, rows: Rows) -> str:
+def _identity(case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows) -> str:
     size = case.data.batch_size
     # where nothing acts on an update, the mean of a round does not depend on who has which of its sentences
     alike = case.client.optimizer == "none" and all(isinstance(d, ModelDefense) for d in case.build_defenses())

@@ -114,20 +114,24 @@ def fit_kernel(
     mean = images.mean(0)
     wanted = (images - mean).flatten(1).double()
     own, across = distances(numbers, numbers), distances(held_numbers, numbers)
-    best: tuple[float, float, Tensor, Tensor] | None = None
+    best: tuple[float, float, Tensor] | None = None
     for sharpness in SHARPNESS:
         near, far = torch.exp(-sharpness * own), torch.exp(-sharpness * across)
         for ridge in ridges:
-            factor, failed = torch.linalg.cholesky_ex(near + ridge * torch.eye(len(near), dtype=near.dtype).to(near))
+            shifted = near.clone()
+            shifted.diagonal().add_(ridge)
+            factor, failed = torch.linalg.cholesky_ex(shifted)
             if int(failed):
                 continue
-            solved = torch.cholesky_solve(wanted, factor)
-            made = ((far @ solved).float().view_as(held_images) + mean).clamp(0, 1)
+            # solved for the held-out updates, which are fewer than pixels; for the pixels of the best alone
+            weights = torch.cholesky_solve(far.T, factor).T
+            made = ((weights @ wanted).float().view_as(held_images) + mean).clamp(0, 1)
             error = float((made - held_images).square().mean())
             if best is None or error < best[0]:
-                best = error, sharpness, solved, factor
+                best = error, sharpness, factor
     assert best is not None  # the largest ridge is far above rounding
-    error, chosen, solved, factor = best
+    error, chosen, factor = best
+    solved = torch.cholesky_solve(wanted, factor)
     # of each image by the regression without it (Allen, 1974): its residual over the inverse's diagonal
     left_out = solved / torch.cholesky_inverse(factor).diagonal()[:, None]
     found = torch.tensor([chosen]).to(mean)

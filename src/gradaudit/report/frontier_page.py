@@ -9,9 +9,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from gradaudit.audit import TEXTS
-from gradaudit.frontier import Frontier, OperatingPoint
-from gradaudit.record import Texts, read_lines
+from gradaudit.audit import IMAGES, TEXTS
+from gradaudit.frontier import PIXELS, Frontier, OperatingPoint
+from gradaudit.record import Pictures, Texts, read_lines
+from gradaudit.report.pictures import Shown, shown_image
 from gradaudit.report.sentences import Sentence, sentence_of
 from gradaudit.report.visible import clip, visible
 from gradaudit.report.written import write_page
@@ -31,7 +32,8 @@ def write_frontiers(folder: Path, found: Sequence[Frontier], title: str, show_te
         folder: the sweep's.
         found: its frontiers.
         title: what the page is called.
-        show_text: show the private words of the sentences that were read best; blocks stand for them otherwise.
+        show_text: show the private words of the sentences, or the images, that were read best; blocks stand for words
+            otherwise, and images are left out.
 
     Raises:
         BadInputError: the folder cannot be written.
@@ -44,6 +46,7 @@ def write_frontiers(folder: Path, found: Sequence[Frontier], title: str, show_te
         css=Markup((_HERE / "report.css").read_text(encoding="utf8")),
         frontiers=list(zip(found, drawings, shown, strict=True)),
         show_text=show_text,
+        images=any(point.measure is PIXELS for one in found for point in one.points),
         short=lambda value: clip(visible(value), 120),
     )
     for one, drawing in zip(found, drawings, strict=True):
@@ -51,10 +54,13 @@ def write_frontiers(folder: Path, found: Sequence[Frontier], title: str, show_te
     return write_page(folder / PAGE, text, private=show_text)
 
 
-def _worst(folder: Path, point: OperatingPoint, show_text: bool) -> Sentence | None:
+def _worst(folder: Path, point: OperatingPoint, show_text: bool) -> Sentence | Shown | None:
     if point.worst is None:
         return None
     record, at = point.worst
+    if point.measure is PIXELS:
+        pictures = [p for p in read_lines(folder / record.case / IMAGES, Pictures) if p.batch == record.batch]
+        return shown_image(record, at, pictures[0] if pictures and show_text else None)
     # the private texts may have been deleted: marks alone are shown then
     texts = [t for t in read_lines(folder / record.case / TEXTS, Texts) if t.batch == record.batch]
     return sentence_of(record, at, texts[0] if texts else None, show_text)
@@ -84,6 +90,7 @@ def frontier_svg(found: Frontier) -> Markup:
     def down(value: float) -> float:
         return _BOTTOM - min(max(value, 0.0), 100.0) / 100 * (_BOTTOM - _TOP)
 
+    unit = found.points[0].measure.about if found.points else "none measured"
     told = f"Leakage over utility at batch size {found.batch_size}: {len(found.points)} settings. {found.reason}"
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" fill="currentColor" font-size="12.5" '
@@ -92,8 +99,8 @@ def frontier_svg(found: Frontier) -> Markup:
         f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="currentColor"/>',
         f'<text x="{(_LEFT + _RIGHT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">utility: Matthews correlation, 0 to '
         "100 (better to the right)</text>",
-        f'<text transform="translate(14 {(_TOP + _BOTTOM) / 2}) rotate(-90)" text-anchor="middle">leakage: ROUGE-L of '
-        "the strongest attack</text>",
+        f'<text transform="translate(14 {(_TOP + _BOTTOM) / 2}) rotate(-90)" text-anchor="middle">leakage of the '
+        f"strongest attack: {escape(unit)}</text>",
     ]
     for value in (0.0, 25.0, 50.0, 75.0, 100.0):
         parts.append(

@@ -61,13 +61,23 @@ def picture_grids(
         shown = []
         for record in own:
             found = private.get((record.case, setting, record.batch, attack))
-            for n, marks in enumerate(record.images):
-                ours = _uri(found.originals[n]) if found and n < len(found.originals) else None
-                theirs = _uri(found.recovered[n]) if found and n < len(found.recovered) else None
-                shown.append(Shown(record.batch, n + 1, ours, theirs, marks))
+            shown += [shown_image(record, n, found) for n in range(len(record.images))]
         if shown:
             grids.append(Grid(setting, attack, tuple(shown[:most]), len(shown), sum(map(recovered, own))))
     return grids
+
+
+def shown_image(record: Record, number: int, private: Pictures | None) -> Shown:
+    """Return one image of a record, as it is shown.
+
+    Args:
+        record: with its scores.
+        number: of the image, from 0.
+        private: the record's pixels; None hides them.
+    """
+    ours = _uri(private.originals[number]) if private and number < len(private.originals) else None
+    theirs = _uri(private.recovered[number]) if private and number < len(private.recovered) else None
+    return Shown(record.batch, number + 1, ours, theirs, record.images[number])
 
 
 def _uri(png: str | None) -> Markup | None:
