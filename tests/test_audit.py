@@ -113,6 +113,26 @@ def test_two_programs_do_not_write_one_folder(folders, data: Path, tmp_path: Pat
     assert [r.batch for r in audit.run(make(folders, data), tmp_path / "out")] == [0, 1, 2]
 
 
+def test_changed_weights_are_not_mixed_into_a_run(folders, data: Path, tmp_path: Path):
+    ready = make(folders, data)
+    some = audit.run(ready, tmp_path / "out")
+    next(some)
+    some.close()
+    with torch.no_grad():
+        next(iter(ready.model.parameters().values())).add_(1e-3)
+    ready.model.weights_changed()
+    with pytest.raises(BadInputError, match="model's weights have changed"):
+        next(audit.run(ready, tmp_path / "out"))
+    (tmp_path / "out" / audit.RECORDS).unlink()
+    half = tmp_path / "out" / audit.UNFINISHED / f"{ready.case.content_hash()[:16]}-1.safetensors"
+    half.parent.mkdir(exist_ok=True)
+    half.write_bytes(b"of the old weights")
+    next(audit.run(ready, tmp_path / "out"))
+    assert not half.exists(), "what was kept of an attack on other weights is of no use"
+    told = json.loads((tmp_path / "out" / audit.INFO).read_text())
+    assert told["model"]["fingerprint"] == ready.model.fingerprint()
+
+
 def test_changed_data_is_not_mixed_into_a_run(folders, data: Path, tmp_path: Path):
     some = audit.run(make(folders, data), tmp_path / "out")
     next(some)

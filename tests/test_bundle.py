@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 from gradaudit import bundle
 from gradaudit.client import Client
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.examine import examine
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Given
@@ -208,6 +209,10 @@ def test_a_manifest_that_is_none(made, text: str):
         ("labels", [1], "labels must be as many"),
         ("labels", [-100, 0], "labels must be at least 0"),
         ("labels", [0, 7], "labels must be below 2"),
+        ("batch_size", 10**8, "batch_size must be at most 4096"),
+        ("defenses", [{}], "defenses: "),
+        ("defenses", [{"name": "sing"}], "did you mean 'sign'"),
+        ("defenses", [{"name": "topk", "keep": 3.0}], "defenses: "),
         ("dropout", 1.0, "dropout must be"),
         ("dropout", float("nan"), "dropout must be"),
         ("training", {"optimizer": "sgd", "learning_rate": 0.0}, "learning_rate must be above 0"),
@@ -222,6 +227,16 @@ def test_knowledge_of_another_kind_is_refused(made, entry, value, said):
     (folder / bundle.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BadInputError, match=said):
         bundle.load_bundle(folder).observation(Selection("all"))
+
+
+def test_an_attack_without_a_counter_to_what_the_bundle_names_is_not_run(made):
+    folder, _, _ = made
+    manifest = json.loads((folder / bundle.MANIFEST).read_text())
+    manifest["knowledge"]["defenses"] = [{"name": "sign"}]
+    (folder / bundle.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(NotSupportedError, match="'dager' has no counter to 'sign'"):
+        examine(folder, "dager", (), "all", None, 0, torch.device("cpu"))
+    assert examine(folder, "blind", (), "all", None, 0, torch.device("cpu")).texts
 
 
 def test_a_folder_that_cannot_be_written(made, load, tmp_path: Path):

@@ -238,6 +238,7 @@ BAD_RUNS = [
     (["run", "CASE", "--out", "o", "--device", "tpu"], "unknown device 'tpu'"),
     (["run", "CASE", "--out", "o", "--fail-on", "rougL>3"], "did you mean 'rougeL'?"),
     (["run", "CASE", "--out", "o", "--fail-on", "much"], "SCORE>VALUE"),
+    (["run", "CASE", "--out", "o", "--fail-on", "mse<0.01"], "a run of text has no score 'mse'"),
     (["run", "CASE", "--out", "CASE"], "cannot make folder"),
     (["fit", "CASE"], "--out"),
     (["attack", "nowhere"], "no such bundle"),

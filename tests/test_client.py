@@ -13,6 +13,7 @@ import torch
 from gradaudit.client import Client
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError
+from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining
 from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, sentences
@@ -215,6 +216,20 @@ def test_text_without_a_next_token_sends_nothing_and_no_nan(load, family):
     expected = update_of(Client(model, LocalTraining("sgd", 0.1)), other)
     for name, value in found.tensors.items():
         torch.testing.assert_close(value, expected.tensors[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_lone_token_beside_others_makes_no_nan_where_gradients_are_apart(load, family):
+    pytest.importorskip("opacus")
+    model = load(family, "causal-lm")
+    both, other = batch_of(model, ["river", "garden walks"]), batch_of(model, ["garden walks"])
+    found = Client(model).example_gradients(both, stream(0, "x"))
+    alone = update_of(Client(model), other).tensors
+    for name, value in found.items():
+        assert float(value[0].abs().max()) == 0.0
+        torch.testing.assert_close(value[1], alone[name], rtol=1e-4, atol=1e-6)
+    guarded = Client(model, defenses=(build("defense", "dp-sgd", {"noise_multiplier": 0.0}),))
+    assert all(bool(t.isfinite().all()) for t in update_of(guarded, both).tensors.values())
 
 
 def test_knowledge_is_what_is_given_and_nothing_else(load):

@@ -25,7 +25,7 @@ KINDS = {"normalized-gaussian": Normalized, "random-pruning": OnSupport, "topk":
 
 def defended(model, name: str, words: int = 4):
     batch = batch_of(model, sentences((words,), 1), [1])
-    return batch, seen_of(Client(model, defenses=(build("defense", name, FIELDS[name]),)), batch, given=KNOWN)
+    return batch, seen_of(Client(model, defenses=(build("defense", name, FIELDS.get(name, {})),)), batch, given=KNOWN)
 
 
 def truth(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,8 +105,20 @@ def test_attacks_take_the_counter_when_told_and_say_so(load, attack):
         assert ["defense-not-modeled" in r for r in raised] == [False, True, True]
 
 
-def _flags(model, batch, seen, attack) -> tuple[str, ...]:
+@pytest.mark.parametrize(("attack", "defense", "flagged"), [
+    ("tag", "topk", True), ("tag", "sign", True), ("tag", "gaussian", False), ("lti", "topk", False),
+    ("decode", "clip", True), ("dager", "clip", True), ("blind", "sign", False)])  # fmt: skip
+def test_a_defense_of_each_of_several_clients_is_another_one_of_their_mean(load, attack, defense, flagged):
+    model = load("bert")
+    batch, seen = defended(model, defense)
+    built = build("attack", attack, {})
+    assert "defense-not-modeled" not in _flags(model, batch, seen, built)
+    assert ("defense-not-modeled" in _flags(model, batch, seen, built, clients=4)) == flagged
+
+
+def _flags(model, batch, seen, attack, clients: int = 1) -> tuple[str, ...]:
     made = {"dropout": 0.0, "defenses": seen.knowledge.defenses or ({"name": "sign"},), "steps": 1, "replayed": False}
+    made["clients"] = clients
     zero = {"rougeL": 1.0}
     return flags(model=model, batch=batch, seen=seen, made=made, attack=attack, scores=zero, baseline=zero,
                  diagnosis=None, shape=None)  # fmt: skip

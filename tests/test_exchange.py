@@ -153,3 +153,21 @@ def test_what_cannot_be_matched_is_refused(load):
         build("attack", "exchange", {"evaluations": 0})
     assert not build("attack", "exchange", {}).reckons_with("dp-sgd", model, 2)
     assert build("attack", "exchange", {}).reckons_with("dp-sgd", model, 1)
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_the_end_is_a_word_like_others_where_the_length_is_not_given(load, monkeypatch, lengths):
+    asked: list[Exchanges] = []
+
+    def watched(like, start, how, rng, name):
+        asked.append(how)
+        return exchange_words(like, start, how, rng, name)
+
+    monkeypatch.setattr("gradaudit.attacks.exchange.exchange_words", watched)
+    client = client_of(load("bert", "classification"))
+    seen = seen_of(client, batch_of(client.model, sentences((4,), 7), [1]), given=Given(labels=True, lengths=lengths))
+    build("attack", "exchange", {"evaluations": 2, "proposals": 1})(seen, stream(0, "a"))
+    (end,) = client.model.special.suffix
+    assert bool(asked[0].words[end]) != lengths
+    others = sorted(client.model.special.ids - {end})
+    assert not bool(asked[0].words[torch.tensor(others)].any())

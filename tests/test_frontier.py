@@ -12,7 +12,7 @@ import pytest
 
 from gradaudit.case import parse_case
 from gradaudit.frontier import frontiers
-from gradaudit.record import SCORES, Interval, Summary
+from gradaudit.record import SCORES, Interval, Record, SentenceMarks, Summary
 from gradaudit.report.frontier_page import frontier_svg, write_frontiers
 from gradaudit.sweep import Point, Result
 from gradaudit.utility import Utility
@@ -25,12 +25,13 @@ def interval(mean: float) -> Interval:
 def result(
     sigma: float | None, leak: float, mcc: float, attack: str = "dager", size: int = 1, flags: tuple[str, ...] = (),
     failed: int = 0, epsilon: float | None = None, exact: float = 0.0,
-    unsupported: bool = False, **over: Any,
+    unsupported: bool = False, high: float | None = None, sentences: tuple[SentenceMarks, ...] = (), **over: Any,
 ) -> Result:  # fmt: skip
     defense = [] if sigma is None else [{"name": "gaussian", "sigma": sigma}]
     case = parse_case({"attack": {"name": attack}, "defense": defense, "data": {"batch_size": size}} | over)
     words = "none" if sigma is None else f"gaussian sigma={sigma}"
-    scores = {n: interval(leak) for n in SCORES} | {"exact": interval(exact)}
+    told = Interval(mean=leak, low=leak - 1, high=leak + 1 if high is None else high, worst=leak, n=4)
+    scores = dict.fromkeys(SCORES, told) | {"exact": interval(exact)}
     blind = {n: interval(10.0) for n in SCORES} | {"exact": interval(0.0)}
     summary = Summary(
         case="c",
@@ -44,7 +45,11 @@ def result(
         flags=flags,
     )
     cost = Utility(80.0, 80.0, mcc, mcc - 5.0, mcc + 5.0, 50.0, 100, 50, epsilon, 1e-3, 16, 1.0)
-    record: Any = type("R", (), {"error": "broken", "sentences": (), "unsupported": unsupported})
+    record = Record(
+        case="c", setting="s", batch=0, attack=attack, scores={"rougeL": leak, "exact": exact},
+        baseline={"rougeL": 10.0, "exact": 0.0}, batch_size=size, seconds=1.0, unsupported=unsupported,
+        error="broken" if failed else None, sentences=sentences,
+    )  # fmt: skip
     return Result(Point({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
 
 
@@ -139,6 +144,26 @@ def test_failed_batches_make_the_leak_a_lower_bound_and_are_said():
 def test_a_sentence_that_is_read_exactly_is_no_silence():
     (found,) = frontiers([result(1e-3, 12, 60, exact=3.1)])
     assert found.chosen is None
+
+
+def test_every_attack_must_be_silent_not_only_the_one_with_the_highest_mean():
+    loud = result(1e-3, 11.5, 60, "decode", high=23)
+    (found,) = frontiers([result(1e-3, 12, 60), loud])
+    assert found.points[0].attack == "dager"
+    assert not found.points[0].silent
+    assert found.chosen is None
+    (alone,) = frontiers([result(1e-3, 12, 60)])
+    assert alone.chosen is not None
+
+
+def test_what_the_report_finds_leaking_is_not_recommended():
+    words = tuple("the cat sat on the mat".split())
+    marks: Any = ("right",) * len(words)
+    near = SentenceMarks(recovered=marks, original=marks, certificate=None, rougeL=95.0, exact=False)
+    (found,) = frontiers([result(1e-3, 12, 60, sentences=(near,))])
+    assert found.chosen is None
+    (quiet,) = frontiers([result(1e-3, 12, 60, sentences=(near.model_copy(update={"rougeL": 30.0}),))])
+    assert quiet.chosen is not None
 
 
 def test_what_learns_nothing_is_recommended_to_nobody():

@@ -168,7 +168,7 @@ def test_evidence_is_half_the_squared_distance_to_the_updates_that_would_have_be
         elif name == "random":
             allowed = torch.where(observed == 0, here, observed)
         elif name == "relative":
-            size = 0.1 * float(observed.square().mean().sqrt())
+            size = 0.1 * float(observed.square().mean().sqrt()) / 1.01**0.5  # the noise's own share is in it
         expected += float((here - allowed).norm() ** 2) / size**2 / 2
     found = float(ImageEvidence(seen)(other.images[None], batch.labels[None], 0.1))
     assert found == pytest.approx(expected, rel=1e-3)
@@ -220,6 +220,15 @@ def test_of_several_steps_or_another_optimizer_nothing_is_explained(digits, mode
     one_step = Client(model, training=LocalTraining("sgd", 0.1))
     assert has_law(seen_of(one_step, batch, training=True))
     assert not has_law(seen_of(one_step, batch, training=False)), "the attacker is not told the learning rate"
+
+
+def test_noise_in_proportion_is_measured_by_what_it_was_added_to(digits, model):
+    strong = Client(model, defenses=(build("defense", "gaussian", {"sigma": 1.0, "relative": True}),))
+    batch = digits.batch((0,))
+    seen = seen_of(strong, batch)
+    count = sum(value.numel() for value in seen.tensors.values())
+    found = float(ImageEvidence(seen)(batch.images[None], batch.labels[None], 0.01))
+    assert found == pytest.approx(count / 2, rel=0.1), "by what was sent it would be half of that"
 
 
 def test_what_has_no_law_is_not_explained(digits, model):

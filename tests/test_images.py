@@ -203,6 +203,16 @@ def test_text_and_images_do_not_mix(load):
 # data
 
 
+def test_sixteen_bits_of_gray_are_scaled_and_not_cut_off(tmp_path):
+    ramp = (np.arange(64).reshape(8, 8) * 1040).astype(np.uint16)
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(ramp).save(tmp_path / name / "one.png")
+    rows = load_images(DataSpec(path=str(tmp_path)), tmp_path)
+    assert rows.shape == (1, 8, 8)
+    assert np.array_equal(rows.pixels[0, 0].numpy(), (ramp // 257).astype(np.uint8))
+
+
 def encoded(array: np.ndarray, kind: str = "PNG") -> bytes:
     out = io.BytesIO()
     Image.fromarray(array).save(out, format=kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from dataclasses import replace
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from gradaudit import audit
 from gradaudit.client import Client
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
-from gradaudit.fitting import fit
+from gradaudit.fitting import fit, target_of
 from gradaudit.learned import inverter as disk
 from gradaudit.learned.network import Network, NetworkShape, hits, loss_of
 from gradaudit.learned.simulated import Public
@@ -23,6 +24,7 @@ from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining, Observation
+from tiny_models import batch_of, sentences
 
 LENGTH, TEXTS, WORDS = 4, 900, 12
 SEEN = "0-1:q,f"
@@ -152,6 +154,48 @@ def test_an_update_of_anything_else_is_refused_in_a_sentence(load, made):
     assert attack(untold, stream(0, "attack")).sequences, "what it was not told is taken to be so"
     with pytest.raises(NotSupportedError, match="has no inverter"):
         build("attack", "lti", {})(seen, stream(0, "attack"))
+
+
+def test_an_inverter_that_would_take_far_more_memory_than_its_file_is_not_run(made):
+    client, _, folder = made
+    inverter = disk.load_inverter(folder)
+    seen = seen_of(client, texts(client.model, 1, 3).ids[0])
+    for change, said in (
+        ({"length": 60_000}, "more than the model takes"),
+        ({"target": inverter.manifest.target.model_copy(update={"batch_size": 1 << 30})}, "fits into memory"),
+        ({"target": inverter.manifest.target.model_copy(update={"loss": "squared"})}, "made for the loss squared"),
+        ({"vocabulary": 3}, "knows 3 words"),
+    ):
+        known = seen
+        if "target" in change:
+            known = replace(seen, knowledge=replace(seen.knowledge, batch_size=None))
+        with pytest.raises(NotSupportedError, match=said):
+            replace(inverter, manifest=inverter.manifest.model_copy(update=change)).sentences(known)
+
+
+def test_everything_that_decides_what_is_simulated_is_in_the_target(load):
+    model = load("gpt2", "causal-lm")
+    clients = [
+        Client(model),
+        Client(model, clients=2),
+        Client(model, padding="left"),
+        Client(model, dropout=True),
+        Client(model, dropout=True, dropout_rate=0.1),
+        Client(model, freeze=("word",)),
+        Client(model, LocalTraining("sgd", 0.1)),
+    ]
+    made = [target_of(client, Selection("0:q"), 2).model_dump_json() for client in clients]
+    other = copy.copy(model)
+    other.spec = replace(model.spec, loss="squared")
+    made.append(target_of(Client(other), Selection("0:q"), 2).model_dump_json())
+    assert len(set(made)) == len(clients) + 1
+
+
+def test_it_is_made_for_the_training_that_the_attacker_is_told_of(load):
+    client = Client(load("gpt2", "causal-lm"), LocalTraining("sgd", 0.1, 1, 1), clients=2)
+    batch = batch_of(client.model, sentences((4, 4, 4, 4), 1))
+    seen = client.observe(batch, Selection("all"), Given(), stream(0, "client"))
+    disk.refuse_misfit(target_of(client, Selection("all"), 4), seen)
 
 
 def damaged(folder: Path, into: Path, change) -> Path:

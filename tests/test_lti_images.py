@@ -217,6 +217,31 @@ def test_run_fits_it_by_itself_and_fit_makes_one_for_later(tmp_path):
     assert json.loads(again.stdout.splitlines()[0])["scores"]["mse"] < lines[0]["baseline"]["mse"] / 2
 
 
+def test_an_inverter_is_not_audited_on_what_it_was_fitted_to(tmp_path):
+    case, inverter = tmp_path / "case.toml", tmp_path / "inverter"
+    head = 'model = "lenet"\ntask = "image-classification"\n[data]\nbatches = 2\n[attack]\nname = "lti-images"\n'
+    case.write_text(head + 'learner = "kernel"\nmirrored = false\n')
+    assert CliRunner().invoke(app, ["fit", str(case), "--out", str(inverter)]).exit_code == 0
+    case.write_text(head.replace("batches = 2", "batches = 9") + f'inverter = "{inverter}"\n')
+    told = CliRunner().invoke(app, ["run", str(case), "--out", str(tmp_path / "out")])
+    assert isinstance(told.exception, BadInputError)
+    assert "was fitted to 7 of the 9 audited rows" in str(told.exception)
+
+
+def test_a_kernel_of_several_images_or_of_another_shape_is_refused(digits, public, model, tmp_path):
+    client = Client(model)
+    attack = fitted(LtiImages(learner="kernel", **QUICK), client, public, tmp_path / "inverter")
+    manifest = tmp_path / "inverter" / "manifest.json"
+    about = json.loads(manifest.read_text())
+    inverter = load_image_inverter(tmp_path / "inverter")
+    other = replace(inverter, manifest=inverter.manifest.model_copy(update={"image": (1, 4, 16)}))
+    with pytest.raises(NotSupportedError, match="reads images of"):
+        other.images(seen_of(client, digits.batch((0,))))
+    manifest.write_text(json.dumps(about | {"target": about["target"] | {"batch_size": 2}}))
+    with pytest.raises(BadInputError, match="one image an update"):
+        attack(seen_of(client, digits.batch((0, 1))), stream(0, "attack"))
+
+
 @pytest.mark.parametrize("fact", ["batch_size", "training", "dropout", "defenses"])
 def test_nothing_is_learned_through_what_the_attacker_is_not_given(tmp_path, fact):
     case = tmp_path / "case.toml"

@@ -72,7 +72,12 @@ def test_windows_are_the_rows_tokens_in_their_order(load):
 def test_public_rows_share_nothing_with_audited_ones(load):
     model = load("gpt2")
     private = rows_of("a b  c", "d e", "f g")
-    assert apart(rows_of("a b c", "D e", "d e", " ", "x"), private, [0, 1]) == [1, 4]
+    assert apart(rows_of("a b c", "D e.", "d e", " ", "x"), private, [0, 1]) == [4], "the same words to most tokenizers"
+    whole = rows_of("It's a long and winding road to the old house.", "two words")
+    part = "it 's a long and winding road to"
+    others = rows_of(part, f"they say {part} nowhere at all", "a long and winding", "to the old house of Usher", "two")
+    assert apart(others, whole, [0]) == [2, 3, 4], "parts of four words and less are shared by chance"
+    assert apart(others, whole, [1]) == [0, 1, 2, 3, 4]
     words = MADE_UP[:12]
     audited = windows(rows_of(" ".join(words[:8])), model, 4, whole=True)
     shifted = windows(rows_of(" ".join([MADE_UP[20], *words])), model, 4, whole=False)

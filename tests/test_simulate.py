@@ -139,6 +139,28 @@ def test_other_clients_are_replayed_one_by_one(load, how):
         assert any(not torch.equal(simulated(simulation, texts, 1)[n], v) for n, v in found.items())
 
 
+def test_noise_behind_what_looks_at_the_whole_update_is_drawn_anew(load):
+    model = load("bert")
+    for tables, drawn in (
+        ((("gaussian", {}),), False),
+        ((("clip", {}),), False),
+        ((("clip", {}), ("gaussian", {})), True),
+        ((("topk", {"whole": True}), ("gaussian", {})), True),
+        ((("topk", {}), ("gaussian", {})), False),
+    ):
+        client = Client(model, defenses=tuple(build("defense", *t) for t in tables))
+        simulation = ClientSimulation(client, Selection("all"))
+        assert simulation.random == drawn
+        texts = public(model)
+        again = [
+            torch.cat(
+                [part.values.flatten() for _, parts in simulation(*groups(texts), stream(n, "x")) for part in parts]
+            )
+            for n in range(2)
+        ]
+        assert torch.equal(*again) != drawn, "what is kept between epochs must not hold noise"
+
+
 def test_hashed_noise_has_the_law_of_the_noise_hashed(load):
     model = load("gpt2", "causal-lm")
     noise = (build("defense", "gaussian", {"sigma": 0.5}),)

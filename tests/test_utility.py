@@ -17,7 +17,9 @@ from gradaudit.accounting.epsilon import gaussian_epsilon, sampled_epsilons
 from gradaudit.case import parse_case
 from gradaudit.cli import app
 from gradaudit.client import Client
+from gradaudit.data.source import draw
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.labeled_rows import labeled_rows
 from gradaudit.models.state import fingerprint_of
 from gradaudit.sweep import load_sweep, run_sweep
 from gradaudit.utility import Utility, UtilityTable, kept_utility, utility
@@ -88,6 +90,17 @@ def test_adapters_are_trained_in_place_of_the_model(folders, rows, monkeypatch):
     assert tuned.accuracy > 90
     assert len(sent) == SHORT.steps
     assert all(0 < len(names) <= 4 for names in sent), "beside adapters only the head"
+
+
+def test_rows_that_adapters_were_warmed_up_on_are_neither_trained_nor_tested_on(folders, rows):
+    pytest.importorskip("peft")
+    case, how, model, data = given(folders, rows, lora={"rank": 2, "modules": "all-linear", "warmup": 5})
+    used = gradaudit.utility._seen_before(case, data)
+    assert len(used) == 40
+    assert not used & {number for batch in draw(case.data, data) for number in batch}
+    train, test = gradaudit.utility._split(case, how, labeled_rows(model, data), used)
+    assert not used & {*train, *test}
+    assert len(train) == 240 - 40 - 60
 
 
 def test_each_round_begins_with_what_the_last_one_held_back(folders, rows, monkeypatch):
@@ -251,8 +264,8 @@ def test_rows_that_are_parts_of_tested_rows_are_not_trained_on(folders, rows):
     body = [line.rsplit(",", 1) for line in lines[1:]]
     parts = [f"{' '.join(text.split()[1:])},{label}" for text, label in body]
     rows.write_text("\n".join([*lines, *parts, "The " + lines[1]]) + "\n")
-    case, how, _, data = given(folders, rows)
-    train, test = gradaudit.utility._split(case, how, data)
+    case, how, model, data = given(folders, rows)
+    train, test = gradaudit.utility._split(case, how, labeled_rows(model, data), frozenset())
     assert len(test) == 60
     for one in train:
         for other in test:

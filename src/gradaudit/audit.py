@@ -27,7 +27,8 @@ from gradaudit.data.source import Rows, draw, load_rows, make_batch
 from gradaudit.data.windows import windows
 from gradaudit.error_feedback import after_rounds
 from gradaudit.errors import BadInputError, MissingKnowledgeError
-from gradaudit.fitting import INVERTERS, check_told, fitted, public_text
+from gradaudit.examples import Private
+from gradaudit.fitting import INVERTERS, Data, check_told, digest_of, fitted, public_text, refuse_seen
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
 from gradaudit.learned.kept import learned_in
 from gradaudit.learned.simulated import Public
@@ -42,7 +43,7 @@ from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Observation, Update
 from gradaudit.unfinished import kept_in
-from gradaudit.warm_up import warm_up
+from gradaudit.warm_up import warm_up, warm_up_rows
 
 RECORDS, TEXTS, IMAGES, INFO = "records.jsonl", "texts.jsonl", "images.jsonl", "run.json"
 
@@ -51,8 +52,6 @@ LEARNED = "learned"
 """Folder of what attacks learn from public data."""
 UNFINISHED = "unfinished"
 """Folder of what attacks keep of batches they have not finished."""
-_PUBLIC = 8
-"""Sentences a step of a warm-up."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +160,7 @@ def _public_batches(
     case: Case, model: TransformersModel, rows: Rows, private: Sequence[tuple[int, ...]], count: int
 ) -> Iterator[Batch]:
     """Yield batches of rows that are in no private batch, over again where there are few."""
-    kept = {number for batch in private for number in batch}
-    others = [number for number in range(len(rows.texts)) if number not in kept]
-    if not others:
-        raise BadInputError("[lora] warmup needs rows that are in no audited batch: fewer batches, or more data")
-    order = torch.randperm(len(others), generator=stream(case.seed, "warm-up")).tolist()
-    for step in range(count):
-        numbers = [others[order[(step * _PUBLIC + i) % len(others)]] for i in range(min(_PUBLIC, len(others)))]
+    for numbers in warm_up_rows(case.seed, len(rows.texts), private, count):
         yield _batch(case, model, rows, numbers)
 
 
@@ -212,7 +205,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
     found, verdict = tried.found, tried.verdict
     diagnosis = None
     if case.metrics.diagnose and found is not None and verdict is not None and attack.name != "blind":
-        diagnosis = diagnose(model, batch, seen, found, verdict.all_exact)
+        diagnosis = diagnose(model, batch, seen, found, verdict.all_exact, ready.client.padding)
     shape = spectrum(seen, batch.tokens)
     scores = (
         verdict.scores
@@ -239,6 +232,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
                 "dropout": update.dropout,
                 "defenses": update.defenses,
                 "steps": update.training.steps(len(batch.ids)),
+                "clients": ready.client.clients,
                 "replayed": found is not None and "replayed_steps" in found.details,
             },
             attack=attack,
@@ -303,6 +297,9 @@ def run(
     """
     with only_writer(out), learned_in(out / LEARNED):
         done = open_folder(ready, out)
+        named = getattr(ready.attack, "inverter", "")
+        if named:
+            refuse_seen(Path(named), audited_batches(ready), ready.model)
         if ready.attack.unfitted and len(done) < len(ready.batches):
             place = inverters or out / INVERTERS
             ready = fitted_case(ready, place)
@@ -315,6 +312,12 @@ def run(
             if each is not None:
                 each(record)
             yield record
+
+
+def audited_batches(ready: Prepared | PreparedImages) -> Iterator[Private]:
+    """Yield the private batches of a case."""
+    for index, numbers in enumerate(ready.batches):
+        yield ready.rows.batch(numbers) if isinstance(ready, PreparedImages) else private_batch(ready, index)
 
 
 def audited(ready: Prepared | PreparedImages, index: int, out: Path) -> Record:
@@ -358,17 +361,31 @@ def open_folder(ready: Prepared | PreparedImages, out: Path, shared: bool = Fals
         raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
     if not (out / INFO).exists():
         write_info(out, run_info(ready))
-    elif not shared and records and _data_of(out / INFO) not in (None, ready.rows.sha256):
-        raise BadInputError(f"the data has changed since {out} was begun; choose another --out")
+    elif not shared and (changed := _changed(ready, out / INFO)):
+        if records:
+            raise BadInputError(f"the {changed} changed since {out} was begun; choose another --out")
+        for half in (out / UNFINISHED).glob(f"{mine[:16]}-*"):
+            half.unlink()
+        write_info(out, run_info(ready))
     return {r.batch: r for r in records if r.case == mine}
 
 
-def _data_of(path: Path) -> str | None:
+def _changed(ready: Prepared | PreparedImages, path: Path) -> str:
+    """Return what is not as it was when a run was begun; empty for nothing."""
     try:
-        found = RunInfo.model_validate_json(path.read_bytes()).data.get("sha256")
+        before = RunInfo.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
-        return None
-    return str(found)
+        return ""
+    if before.data.get("sha256") not in (None, ready.rows.sha256):
+        return "data has"
+    public = _digest_of(ready.public)
+    if public is not None and before.data.get("public_sha256") not in (None, public):
+        return "[public] data has"
+    # adapters that were warmed up differ by rounding from one machine to the next
+    warmed = ready.case.lora is not None and ready.case.lora.warmup
+    if not warmed and before.model.get("fingerprint") not in (None, ready.model.fingerprint()):
+        return "model's weights have"
+    return ""
 
 
 def _drop_cut_line(path: Path) -> None:
@@ -397,7 +414,8 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
             "parameters": sum(p.numel() for p in model.parameters().values()),
             "random_weights": model.spec.random_weights,
         },
-        data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows)},
+        data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows)}
+        | ({"public_sha256": _digest_of(ready.public)} if ready.public is not None else {}),
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "numpy")},
@@ -408,6 +426,10 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
         promises=_promises(ready),
         made=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _digest_of(public: Data | None) -> str | None:
+    return None if public is None else digest_of(public)
 
 
 def _promises(ready: Prepared | PreparedImages) -> dict[str, str]:
@@ -438,7 +460,9 @@ def describe_client(case: Case) -> str:
     defended = f", defenses: {', '.join(str(d['name']) for d in case.defense)}" if case.defense else ""
     size = case.data.batch_size
     unit = "image" if case.task == "image-classification" else "sentence"
-    return f"{what} on {size} {unit}{'s' * (size > 1)}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
+    several = f" of {client.clients} clients" if client.clients > 1 else ""
+    on = f"{size} {unit}{'s' * (size > 1)}{several}"
+    return f"{what} on {on}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"
 
 
 def _published(verdict: Judgment | None, baseline: Judgment, case: Case) -> dict[str, metrics.Scores]:

@@ -128,6 +128,7 @@ def audit_images(ready: PreparedImages, index: int) -> tuple[Record, Pictures]:
             made={
                 "defenses": update.defenses,
                 "steps": update.training.steps(len(batch)),
+                "clients": ready.client.clients,
                 "replayed": found is not None and "replayed_steps" in found.details,
             },
             attack=attack,

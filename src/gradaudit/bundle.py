@@ -21,16 +21,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradaudit
-from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.errors import AuditError, BadInputError, NotSupportedError
 from gradaudit.models.base import ModelSpec, TextModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model, whole_shapes
+from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.types import Knowledge, LocalTraining, Loss, Observation, Task, Update, UpdateKind
 
 MANIFEST, TENSORS, MODEL = "manifest.json", "update.safetensors", "model"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _LARGEST_MANIFEST = 16 << 20
+MOST_EXAMPLES = 4096
+"""Of a batch that a manifest may name: attacks make room for each before they look at the update."""
 
 
 class _Plain(BaseModel):
@@ -304,7 +307,7 @@ def read_knowledge(data: Mapping[str, Any]) -> Knowledge:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise BadInputError(f"the manifest's knowledge is not understood ({where}: {first['msg']})") from None
-    problem = _problem(known)
+    problem = _problem(known) or _strange_defense(known)
     if problem:
         raise BadInputError(f"the manifest's knowledge is not understood ({problem})")
     return known
@@ -323,6 +326,8 @@ def _problem(known: Knowledge) -> str:
     for name, values in counts.items():
         if any(value is not None and value < 1 for value in values):
             return f"{name} must be at least 1"
+    if known.batch_size is not None and known.batch_size > MOST_EXAMPLES:
+        return f"batch_size must be at most {MOST_EXAMPLES}"
     if known.labels is not None and any(label < 0 for label in known.labels):
         return "labels must be at least 0"
     for name, each in (("lengths", known.lengths), ("labels", known.labels)):
@@ -332,6 +337,17 @@ def _problem(known: Knowledge) -> str:
         return "dropout must be at least 0 and below 1"
     if how is not None and not 0 < how.learning_rate < float("inf"):
         return "training.learning_rate must be above 0"
+    return ""
+
+
+def _strange_defense(known: Knowledge) -> str:
+    """Return what is wrong with the defenses that a manifest names; empty for nothing."""
+    for told in known.defenses or ():
+        fields = {name: value for name, value in told.items() if name != "name"}
+        try:
+            build("defense", str(told.get("name", "")), fields)
+        except AuditError as error:
+            return f"defenses: {error}"
     return ""
 
 

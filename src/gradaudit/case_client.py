@@ -10,7 +10,7 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.case import Case
 from gradaudit.client import Client
-from gradaudit.defenses.base import ExampleDefense, UpdateDefense
+from gradaudit.defenses.base import Defense, ExampleDefense, UpdateDefense
 from gradaudit.error_feedback import earlier_rounds
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import Model
@@ -41,13 +41,29 @@ def check_counters(case: Case, attack: Attack[M], client: Client) -> None:
         NotSupportedError: it has no counter to one that acts on gradients.
     """
     size = case.data.batch_size if case.knowledge.batch_size else None
-    for defense in client.defenses if case.knowledge.defenses else ():
+    told = client.defenses if case.knowledge.defenses else ()
+    without = uncountered(attack, told, client.model, size)
+    if without is not None:
+        raise NotSupportedError(
+            f"attack '{attack.name}' has no counter to '{without}' here, of which it was told; choose another "
+            "attack, or defenses = false in [knowledge] for an attacker who does not know of it"
+        )
+
+
+def uncountered(attack: Attack[M], told: Sequence[Defense], model: Model, size: int | None) -> str | None:
+    """Return the first defense on gradients of which an attack was told and to which it has no counter; None for none.
+
+    Args:
+        attack: the attack.
+        told: the defenses.
+        model: that is attacked.
+        size: examples of the batch, where it is told.
+    """
+    for defense in told:
         acts = isinstance(defense, UpdateDefense | ExampleDefense)
-        if acts and not attack.reckons_with(defense.name, client.model, size):
-            raise NotSupportedError(
-                f"attack '{attack.name}' has no counter to '{defense.name}' here, of which it was told; choose another "
-                "attack, or defenses = false in [knowledge] for an attacker who does not know of it"
-            )
+        if acts and not attack.reckons_with(defense.name, model, size):
+            return defense.name
+    return None
 
 
 def earlier_numbers(

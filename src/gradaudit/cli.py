@@ -131,10 +131,11 @@ def run(
     from gradaudit.progress import step
     from gradaudit.report.render import render
     from gradaudit.terminal import progress_bars, summary_tables
-    from gradaudit.thresholds import parse
+    from gradaudit.thresholds import check_scores, parse
 
     limits = parse(fail_on)
     case = load_case(case_file, set_)
+    check_scores(limits, case.task == "image-classification", case.metrics.lpips is not None)
     # by its hash, so that another setting does not meet this one's records
     folder = folder or Path("out") / f"{case_file.stem}-{case.content_hash()[:8]}"
     ready_process()

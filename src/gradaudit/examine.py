@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 
 from gradaudit.bundle import load_bundle
 from gradaudit.case import parse_value
-from gradaudit.errors import BadInputError
+from gradaudit.case_client import uncountered
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
@@ -92,6 +93,7 @@ def examine(
 
     Raises:
         BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
+        NotSupportedError: the update is behind a defense to which the attack has no counter.
     """
     values: dict[str, Any] = {}
     for setting in settings:
@@ -102,6 +104,13 @@ def examine(
     built = build("attack", attack, values)
     bundle = load_bundle(folder, device, model, blocks)
     seen = replace(bundle.observation(Selection(selection)), known=known)
+    told = [build("defense", d["name"], {k: v for k, v in d.items() if k != "name"}) for d in _defenses(seen.knowledge)]
+    without = uncountered(built, told, bundle.model, seen.knowledge.batch_size)
+    if without is not None:
+        raise NotSupportedError(
+            f"attack '{attack}' has no counter to '{without}' here, which the bundle says acts on the update; choose "
+            "another attack"
+        )
     given = (f"{len(known)} sentences read from other rounds were given to the attacker",) if known else ()
     began = time.perf_counter()
     found = built(seen, stream(seed, "attack", 0))
@@ -119,3 +128,7 @@ def examine(
         warnings=tuple(f.text for f in bundle.findings),
         seconds=seconds,
     )
+
+
+def _defenses(known: Knowledge) -> Sequence[Mapping[str, Any]]:
+    return known.defenses or ()

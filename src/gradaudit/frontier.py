@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradaudit.record import Interval, Record, Summary
+from gradaudit.report.verdict import verdict
 from gradaudit.report.verdict_images import recovered
 from gradaudit.sweep import Result
 from gradaudit.utility import Utility
@@ -58,6 +59,8 @@ class OperatingPoint:
         utility: what the model is worth.
         unsupported: attacks that do not support this client, and were not run.
         worst: the record and the number, from 0, of the sentence or image that the strongest attack read best.
+        silent: no attack told more than blind guessing, by its own interval's upper end, none read anything exactly,
+            and the report of these runs would not say that anything leaks.
         dominated: another point of this batch size is at least as good in both, and better in one.
         measure: of the leak.
     """
@@ -71,16 +74,11 @@ class OperatingPoint:
     attack: str
     bound: bool
     utility: Utility
+    silent: bool
     unsupported: tuple[str, ...] = ()
     worst: tuple[Record, int] | None = None
     dominated: bool = False
     measure: Measure = WORDS
-
-    @property
-    def silent(self) -> bool:
-        """Whether no attack told more than blind guessing: by its interval's upper end, and no sentence exactly."""
-        most = self.leak.high if self.leak.high is not None else self.leak.worst
-        return (most or 0.0) <= self.blind + self.measure.margin and self.exact <= self.blind_exact
 
 
 @dataclass(frozen=True)
@@ -169,20 +167,32 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
     best, summary = max(scored, key=lambda pair: _leak(pair[1])[0].mean or 0.0)
     leak, blind = _leak(summary)
     assert best.utility is not None
+    measure = PIXELS if images else WORDS
+    exact = max(_recognized(r.records) if images else s.scores["exact"].mean or 0.0 for r, s in scored)
+    blind_exact = 0.0 if images else summary.baseline["exact"].mean or 0.0
+    told = verdict([s for _, s in scored], [record for r, _ in scored for record in r.records])
+    loudest = max(_most(*_leak(s)) for _, s in scored)
     return OperatingPoint(
         client=_client(best),
         batch_size=size,
         leak=leak,
         blind=blind,
-        exact=max(_recognized(r.records) if images else s.scores["exact"].mean or 0.0 for r, s in scored),
-        blind_exact=0.0 if images else summary.baseline["exact"].mean or 0.0,
+        exact=exact,
+        blind_exact=blind_exact,
+        silent=loudest <= measure.margin and exact <= blind_exact and told.level not in ("leaks", "partly"),
         attack=summary.attack,
         bound=any(BOUND & set(s.flags) or s.failed for _, s in scored) or len(scored) < len(able),
         unsupported=tuple(sorted({str(r.point.case.attack.get("name")) for r in group if r.unsupported})),
         utility=best.utility,
         worst=_worst_image(best.records) if images else _worst(best.records),
-        measure=PIXELS if images else WORDS,
+        measure=measure,
     )
+
+
+def _most(leak: Interval, blind: float) -> float:
+    """Return how much more than blind guessing an attack may have told: the upper end of its interval."""
+    high = leak.high if leak.high is not None else leak.worst
+    return (high or 0.0) - blind
 
 
 def _leak(summary: Summary) -> tuple[Interval, float]:

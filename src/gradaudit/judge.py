@@ -107,7 +107,12 @@ def _certificates(
 
 
 def diagnose(
-    model: TransformersModel, batch: Batch, seen: Observation, found: Reconstruction, exact: bool
+    model: TransformersModel,
+    batch: Batch,
+    seen: Observation,
+    found: Reconstruction,
+    exact: bool,
+    padding: Literal["right", "left"] = "right",
 ) -> Diagnosis:
     """Compare the update of the truth and of the guess with the observed one: which of the two failed?
 
@@ -120,8 +125,9 @@ def diagnose(
         seen: what the attack saw.
         found: what it returned.
         exact: every sentence was recovered exactly.
+        padding: the client's, which moves positions.
     """
-    client = Client(model)
+    client = Client(model, padding=padding)
     truth = update_distance(client, batch, seen)
     if not found.sequences:
         return Diagnosis(truth=truth, guess=None, verdict="no guess")
@@ -182,6 +188,26 @@ def spectrum(seen: Observation, tokens: int | None) -> Spectrum | None:
     return None
 
 
+def modeled(attack: Any, defense: str, seen: Observation[Any], clients: int) -> bool:
+    """Return whether an attack reckons with a defense that acted, as it acted.
+
+    Args:
+        attack: the attack that was run.
+        defense: a name.
+        seen: what it saw and was told.
+        clients: how many defended their own updates before the server saw their mean.
+    """
+    told = seen.knowledge.defenses is not None or not attack.must_be_told(defense)
+    alone = clients == 1 or attack.reckons_with_means(defense)
+    return bool(told and alone and attack.reckons_with(defense, seen.model, seen.knowledge.batch_size))
+
+
+def read_as_gradient(attack: Any, seen: Observation[Any], made: Mapping[str, Any]) -> bool:
+    """Return whether the weight change of several steps, or of several clients' steps, was read as one gradient's."""
+    replayed = made["replayed"] and made["clients"] == 1  # what is replayed is one client with the whole batch
+    return seen.kind == "delta" and made["steps"] > 1 and not (attack.exact_on_deltas or replayed)
+
+
 def flags(
     *,
     model: TransformersModel,
@@ -197,11 +223,10 @@ def flags(
     """Return the names of all flags that hold for one batch (see `gradaudit.flags`).
 
     Args:
-        made: how the update was made ("dropout" rate, "defenses", local "steps"), and whether the attack "replayed" it.
+        made: how the update was made ("dropout" rate, "defenses", local "steps", how many "clients" share it), and
+            whether the attack "replayed" it.
         attack: the attack that was run.
     """
-    read_whole = attack.exact_on_deltas or made["replayed"]
-    told = seen.knowledge.defenses is not None
     raised = {
         "random-weights": model.spec.random_weights,
         "truncated": batch.truncated > 0,
@@ -210,11 +235,9 @@ def flags(
         "short-references": not all(has_bigram(model.decode(s)) for s in batch.sequences()),
         "dropout-not-modeled": made["dropout"] > 0 and not attack.models_dropout,
         "defense-not-modeled": not all(
-            attack.reckons_with(d["name"], model, seen.knowledge.batch_size)
-            and (told or not attack.must_be_told(d["name"]))
-            for d in made["defenses"]
+            modeled(attack, str(d["name"]), seen, made["clients"]) for d in made["defenses"]
         ),
-        "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not read_whole,
+        "delta-as-gradient": read_as_gradient(attack, seen, made),
         "word-rows-shared": any(v.parameter in model.group("word") for v in seen.views.values()),
         "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
         "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",

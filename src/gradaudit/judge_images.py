@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError
-from gradaudit.judge import update_distance
+from gradaudit.judge import modeled, read_as_gradient, update_distance
 from gradaudit.metrics.images import ALIKE_DB, Scores, align_images, mean_scores
 from gradaudit.metrics.perceptual import Perceptual
 from gradaudit.models.images import ImageModel
@@ -113,17 +113,15 @@ def image_flags(
     """Return the names of all flags that hold for one batch of images (see `gradaudit.flags`).
 
     Args:
-        made: how the update was made ("defenses", local "steps"), and whether the attack "replayed" it.
+        made: how the update was made ("defenses", local "steps", "clients"), and whether the attack "replayed" it.
         attack: the attack that was run.
     """
-    told = seen.knowledge.defenses is not None
-    read_whole = attack.exact_on_deltas or made["replayed"]
     raised = {
         "random-weights": model.spec.random_weights,
         "defense-not-modeled": not all(
-            attack.reckons_with(d["name"]) and (told or attack.reckons_with("any")) for d in made["defenses"]
+            modeled(attack, str(d["name"]), seen, made["clients"]) for d in made["defenses"]
         ),
-        "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not read_whole,
+        "delta-as-gradient": read_as_gradient(attack, seen, made),
         "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
         "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",
         "blind-not-beaten": attack.name != "blind" and (scores["mse"] or 0.0) >= (baseline["mse"] or 0.0),

@@ -59,7 +59,8 @@ def gradients_of_batches(
         traced = model.traced(embeddings=vectors, mask=real, labels=targets, watch=watch, every_row=every_row)
         sums = traced.losses.view(count, size).sum(1)
         # text predicts each real token behind another: as many shares as the batch has of them
-        weight = (mask[..., 1:] & mask[..., :-1]).sum((1, 2)) if labels is None else torch.full_like(sums, size)
+        shares = (mask[..., 1:] & mask[..., :-1]).sum((1, 2)).clamp_min(1)  # a lone token has none, and a loss of 0
+        weight = shares if labels is None else torch.full_like(sums, size)
         total = (sums / weight).sum()
         uses = [(name, tap) for name, taps in traced.taps.items() for tap in taps]
         written = [tap.written for _, tap in uses]

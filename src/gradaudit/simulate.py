@@ -44,7 +44,8 @@ class ClientSimulation(ReplayedClient):
         last = behind[-1] if behind else None
         quiet = [d for d in behind if not (isinstance(d, UpdateDefense) and d.deterministic)]
         only_noise = last is not None and quiet == [last] and isinstance(last, UpdateDefense) and last.gaussian
-        drawn = bool(quiet) and not (only_noise and self.at_once)
+        # where a whole update is looked at, its noise is drawn with it, and not left to come
+        drawn = bool(quiet) and not (only_noise and self.at_once and self._by_tensor())
         batch = any(isinstance(d, (BatchDefense, ExampleDefense)) for d in self.client.defenses)
         shuffled = self.client.training.optimizer != "none" and self.client.training.minibatch is not None
         return drawn or batch or shuffled or self.client.dropout_in_force() > 0
@@ -89,7 +90,7 @@ class ClientSimulation(ReplayedClient):
         behind = self._defenses()
         rngs = [stream(seed, "defense", place) for place in range(len(behind))]
         wanted = {view.parameter for view in self.views.values()}
-        if all(isinstance(d, UpdateDefense) and d.by_tensor for d in behind):
+        if self._by_tensor():
             for name, value in made:
                 if name in wanted:
                     yield from self._seen(name, *self._defended(value, rngs))
@@ -111,6 +112,9 @@ class ClientSimulation(ReplayedClient):
 
     def _defenses(self) -> list[UpdateDefense | RoleDefense]:
         return [d for d in self.client.defenses if isinstance(d, (UpdateDefense, RoleDefense))]
+
+    def _by_tensor(self) -> bool:
+        return all(isinstance(d, UpdateDefense) and d.by_tensor for d in self._defenses())
 
     def _defended(self, value: Tensor, rngs: list[torch.Generator]) -> tuple[Tensor, Tensor | None]:
         """Return a parameter's tensors [n, ...] behind all defenses, and what Gaussian noise is still to come."""

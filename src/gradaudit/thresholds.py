@@ -38,6 +38,27 @@ class Threshold:
         return f"{self.score}{self.sign}{self.value:g}"
 
 
+def check_scores(thresholds: Sequence[Threshold], images: bool, lpips: bool) -> None:
+    """Refuse thresholds that a run could never cross, because it has no such score.
+
+    Args:
+        thresholds: of `--fail-on`.
+        images: the run is of images.
+        lpips: it measures LPIPS.
+
+    Raises:
+        BadInputError: names the first such score.
+    """
+    names = [n for n in IMAGE_SCORES if lpips or n != "lpips"] if images else [*SCORES, "sensitive"]
+    for one in thresholds:
+        if one.score not in names:
+            kind = "images" if images else "text"
+            raise BadInputError(
+                f"--fail-on {one}: a run of {kind} has no score '{one.score}' here, so nothing would ever cross it; it "
+                f"has {', '.join(names)}"
+            )
+
+
 def parse(texts: Sequence[str]) -> list[Threshold]:
     """Return the thresholds of `--fail-on` texts.
 

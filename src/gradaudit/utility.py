@@ -18,7 +18,7 @@ from torch import Tensor
 from gradaudit.case import Case
 from gradaudit.case_client import client_of
 from gradaudit.data.images import ImageRows
-from gradaudit.data.source import Rows
+from gradaudit.data.source import Rows, draw
 from gradaudit.defenses.base import ExampleDefense, ModelDefense
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.error_feedback import feedback_round
@@ -29,6 +29,7 @@ from gradaudit.models.base import Model
 from gradaudit.progress import track
 from gradaudit.registry import describe, identity
 from gradaudit.streams import stream
+from gradaudit.warm_up import warm_up_rows
 
 _AT_ONCE = 64
 """Rows a forward pass of the test."""
@@ -126,7 +127,7 @@ def utility(case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows)
         raise NotSupportedError("utility is measured on classification; leave [utility] away for next words")
     tuned = copy.deepcopy(model)
     labeled = labeled_rows(tuned, rows)
-    train, test = _split(case, how, labeled)
+    train, test = _split(case, how, labeled, _seen_before(case, rows))
     size = case.data.batch_size
     several = _clients(case, how)
     defenses = case.build_defenses()
@@ -191,10 +192,25 @@ def _clients(case: Case, how: UtilityTable) -> int:
     return max(1, -(-how.batch_size // case.data.batch_size))
 
 
-def _split(case: Case, how: UtilityTable, rows: LabeledRows) -> tuple[list[int], list[int]]:
-    """Return the rows to train and to test on; what shares its text with a tested row, or a part of it, is left out."""
+def _seen_before(case: Case, rows: Rows | ImageRows) -> frozenset[int]:
+    """Return the rows that adapters were warmed up on: the model knows them, and no defense guarded them."""
+    if case.lora is None or not case.lora.warmup or isinstance(rows, ImageRows):
+        return frozenset()
+    steps = warm_up_rows(case.seed, len(rows.texts), draw(case.data, rows), case.lora.warmup)
+    return frozenset(row for step in steps for row in step)
+
+
+def _split(case: Case, how: UtilityTable, rows: LabeledRows, without: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Return the rows to train and to test on; what shares its text with a tested row, or a part of it, is left out.
+
+    Args:
+        case, how, rows: as in `utility`.
+        without: rows that are left out of both, and whatever shares its text with them.
+    """
     order = torch.randperm(len(rows), generator=stream(case.seed, "utility split")).tolist()
-    order = [row for row in order if rows.can_train(row)]
+    order = [row for row in order if rows.can_train(row) and row not in without]
+    if without:
+        order = rows.apart(order, sorted(without))
     test = order[: how.test_rows]
     return rows.apart(order[how.test_rows :], test), test
 
@@ -281,4 +297,6 @@ def _identity(case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRow
     }
     if case.lora is not None:
         data["lora"] = case.lora.model_dump(mode="json")
+        if case.lora.warmup:
+            data["warm-up rows"] = "neither trained nor tested on"  # they were, once
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

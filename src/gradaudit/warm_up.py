@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from gradaudit.errors import BadInputError
 from gradaudit.models.transformers import TransformersModel
+from gradaudit.streams import stream
 from gradaudit.types import Batch
 
 _RATE = 1e-3
 """Learning rate of the steps: peft's examples train adapters at 1e-4 to 1e-3."""
+_SIZE = 8
+"""Sentences a step."""
+
+
+def warm_up_rows(seed: int, rows: int, audited: Sequence[Sequence[int]], steps: int) -> Iterator[list[int]]:
+    """Yield the rows of each step, of no audited batch; over again where there are few.
+
+    Args:
+        seed: the case's.
+        rows: in the data.
+        audited: numbers of the rows of each audited batch.
+        steps: how many.
+
+    Raises:
+        BadInputError: every row is in an audited batch.
+    """
+    kept = {number for batch in audited for number in batch}
+    others = [number for number in range(rows) if number not in kept]
+    if not others:
+        raise BadInputError("[lora] warmup needs rows that are in no audited batch: fewer batches, or more data")
+    order = torch.randperm(len(others), generator=stream(seed, "warm-up")).tolist()
+    for step in range(steps):
+        yield [others[order[(step * _SIZE + i) % len(others)]] for i in range(min(_SIZE, len(others)))]
 
 
 def warm_up(model: TransformersModel, batches: Iterable[Batch]) -> None:

@@ -61,6 +61,10 @@ class Attack(ABC, Generic[M]):
         """Return whether the attack can reckon with a defense only if it was told of it."""
         return defense not in IN_SIGHT and "*" not in self.models_defenses
 
+    def reckons_with_means(self, defense: str) -> bool:
+        """Return whether what the attack takes a defense to do holds of the mean of several clients, each defended."""
+        return not self.must_be_told(defense) or defense in (*ZERO_MEAN, "dp-sgd", OBFUSCATION)
+
     @final
     def __call__(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:
         """Check what the attack needs, run it, and leave the model as it was, even after an error.

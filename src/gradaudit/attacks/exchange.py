@@ -59,7 +59,9 @@ class Exchange(Attack):
         model = seen.model
         frame = layout(seen, self.assumed_length)
         like = Likeness(seen, frame.mask, self.name, self.counter)
-        words = torch.tensor([token not in model.special.ids for token in range(model.vocabulary_size)])
+        # where lengths are not given the end is not laid out, and has to be found like a word
+        barred = model.special.ids - (set() if seen.knowledge.lengths is not None else set(model.special.suffix))
+        words = torch.tensor([token not in barred for token in range(model.vocabulary_size)])
         free = frame.mask & ~frame.fixed
         ids = torch.where(free, frequent_tokens(model)[0], frame.ids)
         labels, classes = None, 0

@@ -23,6 +23,8 @@ from gradaudit.types import ImageBatch, PublicImages
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 """Image formats that are decoded."""
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+"""Pillow's kinds of pixels with 8 bits a channel, or fewer."""
 LARGEST = 512
 """Longest side of an image, in pixels: read from the header, before anything is decoded."""
 MOST_BYTES, MOST_IMAGES = 2**31, 200_000
@@ -248,6 +250,12 @@ def _image(data: bytes, place: str) -> Any:
                 if max(image.size) > LARGEST:
                     raise BadInputError(
                         f"{place} is an image of {image.size[0]} x {image.size[1]} pixels; at most {LARGEST} a side"
+                    )
+                if image.mode == "I" or image.mode.startswith("I;16"):  # 16 bits of gray, which Pillow would cut off
+                    return (np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8)
+                if image.mode not in _MODES:
+                    raise BadInputError(
+                        f"{place} has pixels of a kind that is not read ('{image.mode}'); save it as RGB"
                     )
                 return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
     except BadInputError:

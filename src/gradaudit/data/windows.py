@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from gradaudit.data.source import Rows
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
+
+T = TypeVar("T")
+_FEW = 5
+"""Words in a row that two texts may share by chance, and one more."""
 
 
 def windows(rows: Rows, model: TextModel, size: int, whole: bool) -> Rows:
@@ -43,8 +49,10 @@ def windows(rows: Rows, model: TextModel, size: int, whole: bool) -> Rows:
 def apart(rows: Rows, private: Rows, numbers: Iterable[int]) -> list[int]:
     """Return the numbers of public rows that share nothing with some private ones.
 
-    A text that occurs in both is left out, whatever its spacing. A window is left out when it shares a run of half its
-    tokens with a private one, so that another start of the cut brings nothing back.
+    A text that occurs in both is left out, whatever its spacing, case and punctuation, and so is one that shares a run
+    of five words or more with a private one, and of half of the shorter one's words: data sets hold parts of their
+    texts as texts. A window is left out when it shares a run of half its tokens with a private one, so that another
+    start of the cut brings nothing back.
 
     Args:
         rows: public.
@@ -53,16 +61,32 @@ def apart(rows: Rows, private: Rows, numbers: Iterable[int]) -> list[int]:
     """
     chosen = list(dict.fromkeys(numbers))
     if rows.ids is None or private.ids is None:
-        texts = {_plain(private.texts[n]) for n in chosen}
-        return [n for n, text in enumerate(rows.texts) if text.strip() and _plain(text) not in texts]
+        hidden = [_words(private.texts[n]) for n in chosen]
+        letters, runs = {"".join(words) for words in hidden}, {run for words in hidden for run in _runs(words, _FEW)}
+
+        def shares_nothing(text: str) -> bool:
+            words = _words(text)
+            if "".join(words) in letters:
+                return False
+            if runs.isdisjoint(_runs(words, _FEW)):
+                return True
+            return not any(_overlap(words, other) for other in hidden)
+
+        return [n for n, text in enumerate(rows.texts) if text.strip() and shares_nothing(text)]
     run = max(1, len(private.ids[0]) // 2)
     known = {piece for n in chosen for piece in _runs(private.ids[n], run)}
     return [n for n, row in enumerate(rows.ids) if known.isdisjoint(_runs(row, run))]
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.split())
+def _words(text: str) -> list[str]:
+    # as an uncased tokenizer would see them: "It's" and "it 's" are the same
+    return re.findall(r"[^\W_]+", text.casefold())
 
 
-def _runs(row: Sequence[int], size: int) -> list[tuple[int, ...]]:
+def _overlap(some: Sequence[str], others: Sequence[str]) -> bool:
+    run = max(_FEW, -(-min(len(some), len(others)) // 2))
+    return not set(_runs(some, run)).isdisjoint(_runs(others, run))
+
+
+def _runs(row: Sequence[T], size: int) -> list[tuple[T, ...]]:
     return [tuple(row[start : start + size]) for start in range(len(row) - size + 1)]

@@ -81,8 +81,10 @@ class ImageEvidence:
             return (wrong / (slack * self._typical(made))).flatten(1).sum(1)
         off, size = made - observed, slack * self.unit
         if how == "gaussian":
-            relative = bool(self._told.get("relative"))
-            size = float(self._told["sigma"]) * (float(observed.square().mean().sqrt()) if relative else 1 / self._rate)
+            sigma = float(self._told["sigma"])
+            # of the clean tensor, which has less power than what was sent, noise included
+            clean = float(observed.square().mean().sqrt()) / (1 + sigma**2) ** 0.5
+            size = sigma * (clean if self._told.get("relative") else 1 / self._rate)
         elif how == "topk":
             off = torch.where(observed != 0, off, torch.relu(made.abs() - self._least[name]))
         elif how == "random-pruning":

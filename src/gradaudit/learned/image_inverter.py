@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.compared import compared
 from gradaudit.learned.features import Scaling
 from gradaudit.learned.image_network import ImageNetwork, ImageNetworkShape
@@ -62,6 +62,8 @@ class ImageManifest(Plain):
     def _has_its_output(self) -> ImageManifest:
         if self.output is not None and len(self.target.tensors.get(self.output, ())) != 2:
             raise ValueError("output is not a matrix among the tensors")
+        if self.references and self.target.batch_size > 1:
+            raise ValueError("a kernel reads one image an update")
         return self
 
     @property
@@ -107,6 +109,8 @@ class ImageInverter:
             NotSupportedError: the update is not what the inverter is made for.
         """
         refuse_misfit(self.manifest.target, seen)
+        if self.manifest.image != seen.model.shape:
+            raise NotSupportedError(f"the inverter reads images of {self.manifest.image}, the model {seen.model.shape}")
         numbers = torch.cat([seen.tensors[name].float().flatten() for name in self.manifest.target.tensors])[None]
         # an inverter is read to the CPU, and one pass is nothing
         rows = torch.cat(compared(numbers.cpu(), self.manifest.target.tensors, self.manifest.output), 1)

@@ -25,11 +25,13 @@ from gradaudit.learned.features import Scaling, sizes_of
 from gradaudit.learned.hashing import Hash
 from gradaudit.learned.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.network import Network, NetworkShape
-from gradaudit.types import Observation, Task, UpdateKind
+from gradaudit.types import Loss, Observation, Task, UpdateKind
 
 P = TypeVar("P", bound="Plain")
 MANIFEST, WEIGHTS = "manifest.json", "inverter.safetensors"
 _LARGEST_MANIFEST = 16 << 20
+_LARGEST_OUTPUT = 16 << 30
+"""Bytes of what a network says of all words at all positions: it is not in the file, which is checked."""
 
 
 class Plain(BaseModel):
@@ -51,6 +53,9 @@ class Target(Plain):
         defenses: the client's, in order.
         training: its optimizer, learning rate, epochs and minibatch.
         dropout: rate in force, 0 for none.
+        loss: that it trains with; None in inverters of before.
+        replayed: what else decides what the client sends, and an update does not tell: how many clients share it, on
+            which side is padded, dropout's rate where it is overridden, which parameters are trained.
     """
 
     title: str
@@ -62,6 +67,8 @@ class Target(Plain):
     defenses: tuple[dict[str, Any], ...]
     training: dict[str, Any]
     dropout: float
+    loss: Loss | None = None
+    replayed: dict[str, Any] = {}
 
 
 class Manifest(Plain):
@@ -135,13 +142,19 @@ class Inverter:
         """
         refuse_misfit(self.manifest.target, seen)
         about = self.manifest
+        if about.vocabulary != seen.model.vocabulary_size:
+            raise NotSupportedError(f"the inverter knows {about.vocabulary} words, the model another number")
+        taken = 4 * about.target.batch_size * about.length * about.classes
+        if about.length > seen.model.max_length or taken > _LARGEST_OUTPUT:
+            raise NotSupportedError(
+                f"the inverter reads {about.target.batch_size} sentences of {about.length} tokens: more than the model "
+                "takes, or than fits into memory"
+            )
         device = next(iter(seen.tensors.values())).device
         hash_ = Hash(sizes_of(about.target.tensors), about.bins, about.hash_seed, about.signed, about.apart)
         values = hash_(((n, seen.tensors[n][None].float()) for n in about.target.tensors), 1, device)
         mean, deviation = self.scaling.mean.to(device), self.scaling.deviation.to(device)
         logits = self.network.to(device)(Scaling(mean, deviation)(values))[0]
-        if about.vocabulary != seen.model.vocabulary_size:
-            raise NotSupportedError(f"the inverter knows {about.vocabulary} words, the model another number")
         frame = {*seen.model.special.prefix, *seen.model.special.suffix}
         silent = [i for i in seen.model.special.ids if i not in frame]
         logits[..., silent] = -torch.inf
@@ -172,6 +185,8 @@ def refuse_misfit(target: Target, seen: Observation[Any]) -> None:
         if shape != tuple(target.tensors[name]):
             made = list(target.tensors[name])
             raise NotSupportedError(f"the inverter is made for '{name}' of shape {made}, not {list(shape)}")
+    if target.loss is not None and seen.model.spec.loss != target.loss:
+        raise NotSupportedError(f"the inverter is made for the loss {target.loss}, not for {seen.model.spec.loss}")
     if seen.kind != target.kind:
         raise NotSupportedError(f"the inverter is made for a {target.kind}, not for a {seen.kind}")
     known = seen.knowledge
