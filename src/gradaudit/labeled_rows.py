@@ -30,10 +30,6 @@ class LabeledRows(Protocol):
     def where(self) -> str:
         """The source in words."""
 
-    @property
-    def sha256(self) -> str:
-        """Of all rows."""
-
     def can_train(self, row: int) -> bool:
         """Whether there is anything in a row."""
 
@@ -76,10 +72,6 @@ class _Sentences:
     def where(self) -> str:
         return self.rows.where
 
-    @property
-    def sha256(self) -> str:
-        return self.rows.sha256
-
     def can_train(self, row: int) -> bool:
         return bool(self.rows.texts[row].strip())
 
@@ -121,10 +113,6 @@ class _Images:
     @property
     def where(self) -> str:
         return self.rows.where
-
-    @property
-    def sha256(self) -> str:
-        return self.rows.sha256
 
     def can_train(self, row: int) -> bool:
         return True
