@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,25 @@ def test_a_folder_of_another_case_is_refused(folders, data: Path, tmp_path: Path
     list(audit.run(make(folders, data), tmp_path / "out"))
     with pytest.raises(BadInputError, match="another case"):
         list(audit.run(make(folders, data, seed=1), tmp_path / "out"))
+
+
+def test_a_trained_head_keeps_its_numbers_of_the_classes(folders, load, tmp_path: Path):
+    own = tmp_path / "own"
+    model = load("bert", labels=3)
+    model.module.save_pretrained(own)
+    for file in Path(folders["bert"]).glob("*token*"):
+        shutil.copy(file, own)
+    texts = tiny_models.sentences((3, 4, 3, 4), 5)
+    for names, right in ((("0", "2"), (0, 2)), (("LABEL_2", "LABEL_1"), (2, 1))):
+        rows = tmp_path / "rows.csv"
+        rows.write_text("text,label\n" + "".join(f"{t},{names[n % 2]}\n" for n, t in enumerate(texts)))
+        table = {"model": str(own), "data": {"path": str(rows), "label": "label"}, "attack": {"name": "blind"}}
+        ready = audit.prepare(parse_case(table), tmp_path, torch.device("cpu"))
+        assert ready.model.spec.labels == 3
+        assert [ready.rows.labels[n] for n in range(2)] == list(right)
+    rows.write_text("text,label\n" + "".join(f"{t},{'wxyz'[n]}\n" for n, t in enumerate(texts)))
+    with pytest.raises(BadInputError, match="could not be loaded"):
+        audit.prepare(parse_case(table), tmp_path, torch.device("cpu"))
 
 
 def test_two_programs_do_not_write_one_folder(folders, data: Path, tmp_path: Path):

@@ -58,6 +58,12 @@ def test_round_trip_keeps_every_number_and_what_is_known(made):
     assert not any(t in (folder / bundle.MANIFEST).read_text() for t in batch.texts)
 
 
+def test_it_is_its_owners_alone(made, load, tmp_path):
+    folder, _, _ = made
+    for name in (bundle.TENSORS, bundle.MANIFEST):
+        assert (folder / name).stat().st_mode & 0o077 == 0, "an update is as private as its batch"
+
+
 def test_an_attack_on_the_bundle_recovers_the_batch(made):
     from gradaudit.examine import examine
 

@@ -13,6 +13,7 @@ import torch
 import tiny_models
 from gradaudit import audit, bundle, cli
 from gradaudit.client import Client
+from gradaudit.errors import BadInputError
 from gradaudit.streams import stream
 from gradaudit.types import Given
 
@@ -49,6 +50,34 @@ def case(folders, tmp_path: Path) -> Path:
         encoding="utf8",
     )
     return path
+
+
+@pytest.mark.parametrize("how", ["returned", "raised", "pipe"])
+def test_what_is_cut_short_says_nothing_of_leaks(gradaudit, monkeypatch, how):
+    """Typer gives 130 after Ctrl-C, and 1, which is a crossed threshold here, where nobody reads the output."""
+
+    def ended(standalone_mode: bool) -> int:
+        if how == "raised":
+            raise KeyboardInterrupt
+        if how == "pipe":
+            sys.exit(1)
+        return 130
+
+    monkeypatch.setattr(cli, "app", ended)
+    code, _, err = gradaudit("run", "case.toml")
+    assert code == 3
+    assert ("interrupted" in err) == (how != "pipe")
+
+
+def test_names_out_of_files_do_not_drive_the_terminal(gradaudit, monkeypatch):
+    def broken(standalone_mode: bool) -> int:
+        raise BadInputError("column '\x1b]52;c;ZXZpbA==\x07[bold]' is missing")
+
+    monkeypatch.setattr(cli, "app", broken)
+    code, _, err = gradaudit("run", "case.toml")
+    assert code == 2
+    assert "\x1b]" not in err
+    assert "[bold]" in err
 
 
 def test_without_out_each_case_has_a_folder_of_its_own(gradaudit, case, tmp_path, monkeypatch):

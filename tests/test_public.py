@@ -230,6 +230,25 @@ def test_words_get_labels_by_chance_where_a_model_needs_some(folders, files):
     assert 150 < int(ready.public.labels.sum()) < 250
 
 
+def test_public_classes_are_the_private_ones_by_their_names(folders, files):
+    rows = sentences([6] * 12, 4, distinct=False)
+    private = [f"{text}\t{'abc'[n % 3]}" for n, text in enumerate(rows[:6])]
+    public = [f"{text}\t{'cb'[n % 2]}" for n, text in enumerate(rows[6:])]
+    (files / "private.tsv").write_text("\n".join(["text\tlabel", *private]) + "\n")
+    (files / "public.tsv").write_text("\n".join(["text\tlabel", *public]) + "\n")
+    table = {
+        "model": f"random:{folders['bert']}", "attack": LTI, "data": {"path": "private.tsv", "label": "label"},
+        "public": {"path": "public.tsv", "label": "label"},
+    }  # fmt: skip
+    ready = audit.prepare(parse_case(table), files, audit.pick_device("cpu"))
+    assert isinstance(ready.public, Public)
+    assert ready.public.labels is not None
+    assert sorted(ready.public.labels.tolist()) == [1, 1, 1, 2, 2, 2], "c is 2 and b is 1, as in the private file"
+    (files / "public.tsv").write_text("\n".join(["text\tlabel", *public, "one more\td"]) + "\n")
+    with pytest.raises(BadInputError, match=r"\[public\] has a class 'd'"):
+        audit.prepare(parse_case(table), files, audit.pick_device("cpu"))
+
+
 def test_words_are_nobodys_data_and_no_images(folders, files, monkeypatch):
     with pytest.raises(BadInputError, match=r"drawn by chance, nobody's data: it is for \[public\]"):
         case(folders, data={"source": "words"})

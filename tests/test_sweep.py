@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -221,6 +223,19 @@ def test_a_sweep_killed_with_its_processes_goes_on_where_it_stopped(sweep: Path,
     assert len(again.stdout.splitlines()) == 6
     assert all(path.stat().st_mtime_ns == kept[path] for path in done)
     assert len(table(out)) == 6
+
+
+def test_an_interrupt_ends_a_sweep_with_all_its_processes(sweep: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "gradaudit", "sweep", str(sweep), "--out", str(out), "--jobs", "2", "--json"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert first.stdout is not None
+    assert json.loads(first.stdout.readline())["error"] is None  # a point is done
+    os.killpg(first.pid, signal.SIGINT)  # as a terminal sends it: to all of them
+    _, told = first.communicate(timeout=60)
+    assert first.returncode == 3
+    assert "interrupted" in told
+    assert len(list(out.glob("*/records.jsonl"))) < 6, "it went on"
 
 
 def _runs(process: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +24,20 @@ from gradaudit.audit_images import PreparedImages, audit_images, prepare_images
 from gradaudit.case import Case
 from gradaudit.case_client import check_counters, client_of, earlier_numbers
 from gradaudit.client import Client, observation
-from gradaudit.data.source import Rows, draw, load_rows, make_batch
+from gradaudit.data.source import Rows, draw, load_rows, make_batch, numbered
 from gradaudit.data.windows import windows
 from gradaudit.error_feedback import after_rounds
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.examples import Private
 from gradaudit.fitting import INVERTERS, Data, check_told, digest_of, fitted, public_text, refuse_seen
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
+from gradaudit.learned.inverter import WEIGHTS
 from gradaudit.learned.kept import learned_in
 from gradaudit.learned.simulated import Public
 from gradaudit.metrics import text as metrics
 from gradaudit.models.base import Model, ModelSpec
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.models.zoo import load_model
+from gradaudit.models.zoo import head_classes, load_model
 from gradaudit.one_writer import only_writer
 from gradaudit.record import Pictures, Record, RunInfo, Texts, append_line, finite, read_lines
 from gradaudit.registry import build, describe
@@ -110,6 +112,8 @@ def prepare(
         raise MissingKnowledgeError(
             f"attack '{attack.name}' must be given {', '.join(missing)}: set {missing[0]} = true in [knowledge]"
         )
+    if attack.unfitted:
+        check_told(case)
     if case.task == "image-classification":
         return prepare_images(case, base, device, loaded)
     return prepare_text(case, base, device, loaded, read)
@@ -123,6 +127,8 @@ def prepare_text(
     rows = load_rows(case.data, base) if read is None else read
     if case.task == "classification" and rows.labels is None:
         raise BadInputError('task "classification" needs a label column: set label in [data]')
+    if case.task == "classification":
+        rows = numbered(rows, head_classes(case.model))
     window = case.data.window
     batches = draw(case.data, rows) if window is None else []
     spec = ModelSpec(
@@ -378,9 +384,9 @@ def _changed(ready: Prepared | PreparedImages, path: Path) -> str:
         return ""
     if before.data.get("sha256") not in (None, ready.rows.sha256):
         return "data has"
-    public = _digest_of(ready.public)
-    if public is not None and before.data.get("public_sha256") not in (None, public):
-        return "[public] data has"
+    for name, value in _digests(ready).items():
+        if value is not None and before.data.get(name) not in (None, value):
+            return "inverter has" if name == "inverter_sha256" else "[public] data has"
     # adapters that were warmed up differ by rounding from one machine to the next
     warmed = ready.case.lora is not None and ready.case.lora.warmup
     if not warmed and before.model.get("fingerprint") not in (None, ready.model.fingerprint()):
@@ -415,7 +421,7 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
             "random_weights": model.spec.random_weights,
         },
         data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows)}
-        | ({"public_sha256": _digest_of(ready.public)} if ready.public is not None else {}),
+        | {name: value for name, value in _digests(ready).items() if value is not None},
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "numpy")},
@@ -428,8 +434,14 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
     )
 
 
-def _digest_of(public: Data | None) -> str | None:
-    return None if public is None else digest_of(public)
+def _digests(ready: Prepared | PreparedImages) -> dict[str, str | None]:
+    """Return hashes of what the attacker has: public data, and what it learned before; None where there is none."""
+    public: Data | None = ready.public
+    learned, named = None, getattr(ready.attack, "inverter", "")
+    if named and (Path(named) / WEIGHTS).is_file():
+        with open(Path(named) / WEIGHTS, "rb") as file:
+            learned = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"public_sha256": None if public is None else digest_of(public), "inverter_sha256": learned}
 
 
 def _promises(ready: Prepared | PreparedImages) -> dict[str, str]:

@@ -134,7 +134,10 @@ def save_bundle(
         raise NotSupportedError("a bundle holds no adapters yet: audit LoRA with a case file")
     tensors = {name: t.detach().cpu().contiguous() for name, t in update.tensors.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name in (TENSORS, MANIFEST):  # as private as the batch
+            (folder / name).touch(mode=0o600)
+            (folder / name).chmod(0o600)
         save_file(tensors, folder / TENSORS)
         manifest = Manifest(
             program=gradaudit.__version__,

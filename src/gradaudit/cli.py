@@ -23,6 +23,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 done; 1 a threshold is crossed or a claim does not hold; 2 bad input; 3 inconclusive.",
 )
 out = Console(highlight=False)
+_INTERRUPTED = 130
+"""What typer returns after Ctrl-C in a command."""
 err = Console(stderr=True, highlight=False)
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU when there is one.")]
@@ -73,9 +75,9 @@ def demo(
     texts = done.texts[done.records.index(best)]
     order = sorted(range(len(best.sentences)), key=lambda i: -best.sentences[i].rougeL)
     out.print(f"\n[bold]What '{best.attack}' read out of the update[/bold] ({escape(best.setting)})\n")
-    for line in compared(best, texts, sorted(order[:3])):
+    for line in compared(best, texts, sorted(order[:3])) if texts is not None else ():
         out.print(line)
-    out.print(legend())
+    out.print(legend() if texts is not None else "texts.jsonl is not in the folder any more")
     summaries = summarize(done.records)
     for table in summary_tables(summaries):
         out.print(table)
@@ -165,7 +167,7 @@ def run(
         out.print(f"{escape(ready.model.spec.title)}, {escape(ready.rows.where)}")
         out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict([summary], records))}\n\nreport   {report}")
         for problem in sorted({r.error for r in records if r.error}):
-            err.print(f"[yellow]failed:[/yellow] {escape(problem)}")
+            err.print(f"[yellow]failed:[/yellow] {plain(problem)}")
     crossed = [str(t) for t in limits if t.crossed(summary)]
     if crossed:
         err.print(f"threshold crossed: {', '.join(crossed)}")
@@ -406,7 +408,7 @@ def sweep(
     if not as_json:
         out.print(sweep_table(results))
         for problem in sorted({r.failed for r in results if r.failed}):
-            err.print(f"[yellow]not run:[/yellow] {escape(problem)}")
+            err.print(f"[yellow]not run:[/yellow] {plain(problem)}")
         out.print(f"table  {folder / TABLE}", soft_wrap=True)
     if asked.utility is not None:
         found = frontiers(results)
@@ -481,23 +483,33 @@ def _print_json(data: Any) -> None:
     sys.stdout.flush()
 
 
+def plain(text: str) -> str:
+    """Return text as a console shows it: neither markup nor control characters, whoever wrote the file it is from."""
+    from gradaudit.terminal import harmless
+
+    return escape(harmless(text))
+
+
 def main() -> NoReturn:
     """Run the program; every expected error is one sentence on standard error."""
     try:
         code = app(standalone_mode=False)
+        if code == _INTERRUPTED:
+            err.print("interrupted")
+            code = ExitCode.INCONCLUSIVE
+    except SystemExit as stop:  # whoever read the output went away: with 1, which says that a threshold was crossed
+        code = ExitCode.INCONCLUSIVE if stop.code else 0
     except click.ClickException as problem:
         problem.show()
         code = ExitCode.BAD_INPUT
     except NotSupportedError as problem:
-        err.print(f"[red]not supported:[/red] {escape(str(problem))}")
+        err.print(f"[red]not supported:[/red] {plain(str(problem))}")
         code = ExitCode.BAD_INPUT
     except AuditError as problem:
-        err.print(f"[red]error:[/red] {escape(str(problem))}")
+        err.print(f"[red]error:[/red] {plain(str(problem))}")
         code = ExitCode.BAD_INPUT
     except OSError as problem:
-        err.print(
-            f"[red]error:[/red] {escape(problem.strerror or str(problem))}: {escape(str(problem.filename or ''))}"
-        )
+        err.print(f"[red]error:[/red] {plain(problem.strerror or str(problem))}: {plain(str(problem.filename or ''))}")
         code = ExitCode.BAD_INPUT
     except MemoryError:
         err.print("[red]error:[/red] not enough memory; see 'gradaudit check' for what a case needs")

@@ -47,12 +47,12 @@ class Demo:
     Args:
         folder: with report.html, records.jsonl, texts.jsonl, run.json and the bundle in "update".
         records: one a setting and attack.
-        texts: the texts behind them, in the same order.
+        texts: the texts behind them, in the same order; None where the file does not have them any more.
     """
 
     folder: Path
     records: list[Record]
-    texts: list[Texts]
+    texts: list[Texts | None]
 
 
 def cases() -> list[Case]:
@@ -101,4 +101,4 @@ def _run_cases(folder: Path, device: torch.device) -> Demo:
     save_bundle(folder / "update", ready.model, update, seen.knowledge)
     step("demo", len(every), len(every))
     texts_by = {(t.case, t.attack): t for t in read_lines(folder / TEXTS, Texts)}
-    return Demo(folder, records, [texts_by[r.case, r.attack] for r in records])
+    return Demo(folder, records, [texts_by.get((r.case, r.attack)) for r in records])

@@ -59,8 +59,12 @@ def estimate(ready: Prepared | PreparedImages) -> Estimate:
         times.append(time.perf_counter() - began)
     once = min(times)
     attack = ready.attack.gradient_evaluations(len(batch), tokens or 0)
+    how = ready.client.training
+    steps = how.steps(len(batch))
+    if how.optimizer == "sgd" and 1 < steps <= getattr(ready.attack, "replayed_steps", 1):
+        attack *= steps
     # beside the attack: the client's own update, two for the diagnosis, one for the judge's baseline
-    seconds = once * (attack + 4) * len(ready.batches)
+    seconds = once * (attack + steps + 3) * len(ready.batches)
     size = sum(p.numel() * p.element_size() for p in ready.model.parameters().values())
     fixed = {*ready.client.frozen(), *ready.model.untrained()}
     views = [v for v in ready.selection.views(ready.model).values() if v.parameter not in fixed]

@@ -72,16 +72,20 @@ def public_text(
     if not kept:
         raise BadInputError(f"[public] {rows.where} has no row that is in no audited batch; give other text")
     labels = None
-    if model.spec.task == "classification":
-        if spec.source == "words":
-            # nobody's labels: as good a guess as any
-            drawn = torch.randint(
-                model.spec.labels, (len(rows.texts),), generator=stream(spec.shuffle_seed or 0, "labels")
-            )
-            rows = replace(rows, labels=tuple(drawn.tolist()))
+    if model.spec.task == "classification" and spec.source == "words":
+        # nobody's labels: as good a guess as any
+        rng = stream(spec.shuffle_seed or 0, "labels")
+        drawn = torch.randint(model.spec.labels, (len(rows.texts),), generator=rng).tolist()
+        labels = [drawn[n] for n in kept]
+    elif model.spec.task == "classification":
         if rows.labels is None:
             raise BadInputError('task "classification" needs labels of the public text too: set label in [public]')
-        labels = [rows.labels[n] for n in kept]
+        # by their names: each source numbers its own classes
+        numbers = {name: number for number, name in enumerate(private.classes)}
+        strange = sorted(set(rows.classes) - set(numbers))
+        if strange:
+            raise BadInputError(f"[public] has a class '{strange[0][:40]}' that [data] does not have")
+        labels = [numbers[rows.classes[rows.labels[n]]] for n in kept]
     ids = None if rows.ids is None else [rows.ids[n] for n in kept]
     batch = make_batch(model, [rows.texts[n] for n in kept], labels, ids)
     device, classes = model.device, batch.labels

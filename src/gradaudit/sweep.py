@@ -9,11 +9,11 @@ import json
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -255,32 +255,36 @@ def _shared(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int
         groups.setdefault(json.dumps(client, sort_keys=True, default=str), []).append((number, point))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with ProcessPoolExecutor(jobs, how, _ready, (os.getpid(), threads)) as pool:
+    stop = how.Event()
+    pool = ProcessPoolExecutor(jobs, how, _ready, (os.getpid(), threads, stop))
+    try:
         waiting = [
             pool.submit(_run_some, [p for _, p in group], sweep.utility, base, out, device, compile_steps())
             for group in groups.values()
         ]
         numbers = dict(zip(waiting, groups.values(), strict=True))
-        try:
-            for done in as_completed(waiting):
-                yield from zip([n for n, _ in numbers[done]], done.result(), strict=True)
-        except BrokenProcessPool:
-            raise BadInputError(
-                "a process of the sweep was killed, perhaps for want of memory; finished points are kept, run it again "
-                "with fewer --jobs"
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for done in as_completed(waiting):
+            yield from zip([n for n, _ in numbers[done]], done.result(), strict=True)
+    except BrokenProcessPool:
+        raise BadInputError(
+            "a process of the sweep was killed, perhaps for want of memory; finished points are kept, run it again "
+            "with fewer --jobs"
+        ) from None
+    except BaseException:
+        stop.set()  # an interrupt ends only the point that a process is at, and it would take the next one
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _ready(parent: int, threads: int) -> None:
-    """Set a process up, and let it end when the one that started it is gone, however it went."""
+def _ready(parent: int, threads: int, stop: Event) -> None:
+    """Set a process up, and let it end when it is told to, or the one that started it is gone, however it went."""
     ready_process()
     torch.set_num_threads(threads)
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
+        while os.getppid() == parent and not stop.wait(1):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

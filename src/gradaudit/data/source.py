@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -293,6 +293,26 @@ def make_batch(
         texts=tuple(texts),
         truncated=sum(was_cut for _, was_cut in encoded),
     )
+
+
+def numbered(rows: Rows, head: Sequence[str] | None) -> Rows:
+    """Return rows whose classes have the numbers that a model's trained head gives them.
+
+    Args:
+        rows: numbered by the classes that occur in them, as every source is read.
+        head: what the head calls its classes, in order; None for a head yet to be trained, which takes any numbers.
+
+    Returns:
+        The rows as they are where their classes are neither the head's names nor its numbers.
+    """
+    if head is None or rows.labels is None:
+        return rows
+    numbers = tuple(map(str, range(len(head))))
+    for names in (tuple(head), numbers):
+        if set(rows.classes) <= set(names):
+            labels = tuple(names.index(rows.classes[label]) for label in rows.labels)
+            return replace(rows, labels=labels, classes=names)
+    return rows
 
 
 def found_file(path: str, base: Path) -> Path:

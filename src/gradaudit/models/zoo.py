@@ -189,13 +189,31 @@ def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any, int]:
             module = _auto(spec.task).from_pretrained(
                 where, config=config, attn_implementation="eager", use_safetensors=True, dtype=torch.float32
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
         said = str(error).strip().splitlines()
         raise BadInputError(
             f"model '{spec.name}' could not be loaded ({said[0] if said else type(error).__name__}); "
             f"use an embedded name ({', '.join(EMBEDDED)}), a local folder or a reachable hub id"
         ) from None
     return module, tokenizer, spec.layers if spec.layers is not None else depth
+
+
+def head_classes(name: str) -> tuple[str, ...] | None:
+    """Return what a model's trained classification head calls its classes, in order; None where it has none.
+
+    Args:
+        name: as in a case: a folder or a hub id; embedded models and random shapes have no such head.
+    """
+    if name in EMBEDDED or name.startswith("random:"):
+        return None
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        headed = any(str(one).endswith("ForSequenceClassification") for one in config.architectures or ())
+        return tuple(str(config.id2label[n]) for n in range(config.num_labels)) if headed else None
+    except (OSError, ValueError, KeyError):
+        return None  # loading it says why
 
 
 def whole_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
