@@ -186,8 +186,18 @@ def test_every_toml_block_is_a_case_or_a_claim(body: str, word_rows: ModuleType)
 
 def test_the_reference_names_what_attacks_and_keys_may_be_called():
     text = page("docs/cli.md")
-    for item in listing("models") + listing("metrics") + listing("defenses"):
+    for item in listing("models") + listing("metrics"):
         assert f"`{item['name']}`" in text, item["name"]
+    for key, head in (("defenses", "### `[[defense]]`"), ("attacks", "### `[attack]`")):
+        section = text.split(head)[1].split("\n### ")[0]
+        for item in listing(key):
+            assert f"`{item['name']}`" in section, item["name"]
+
+
+def test_the_overview_of_attacks_has_all_of_them():
+    table = page("docs/attacks.md").split("\n## ")[0]
+    for item in listing("attacks"):
+        assert f"| [{item['name']}](#{item['name']}) |" in table, item["name"]
 
 
 # the command line

@@ -215,6 +215,11 @@ def test_run_fits_it_by_itself_and_fit_makes_one_for_later(tmp_path):
     again = CliRunner().invoke(app, ["run", str(case), "--out", str(tmp_path / "again"), "--json"])
     assert again.exit_code == 0, again.output
     assert json.loads(again.stdout.splitlines()[0])["scores"]["mse"] < lines[0]["baseline"]["mse"] / 2
+    weights = tmp_path / "inverter" / "inverter.safetensors"
+    save_file({name: 1.01 * value for name, value in load_file(weights).items()}, weights)
+    other = CliRunner().invoke(app, ["run", str(case), "--out", str(tmp_path / "again")])
+    assert isinstance(other.exception, BadInputError)
+    assert "the inverter has changed" in str(other.exception), "records of two inverters are not mixed"
 
 
 def test_an_inverter_is_not_audited_on_what_it_was_fitted_to(tmp_path):

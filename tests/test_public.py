@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from gradaudit.learned import training
 from gradaudit.learned.inverter import MANIFEST
 from gradaudit.learned.simulated import Public
 from gradaudit.record import Record, read_lines
+from gradaudit.registry import build
 from made_data import rows_of
 from tiny_models import MADE_UP, sentences
 
@@ -289,3 +291,21 @@ def test_check_foresees_what_is_simulated(folders, files, monkeypatch, fields, p
     assert simulated == [few, few]
     assert found.learning == pytest.approx(16 / few * len(ready.public) * passes)
     assert estimating.estimate(prepared(folders, files, attack={"name": "blind"}, public=None)).learning == 0
+
+
+def test_check_foresees_replayed_steps(folders, files, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(estimating.time, "perf_counter", lambda: float(next(ticks)))  # each gradient takes a second
+
+    def seconds(**client) -> float:
+        attack = {"name": "tag", "steps": 10, "learning_rate": 0.1}
+        table = case(folders, attack=attack, client={"freeze": ["word"]} | client).resolved()
+        table.pop("public")
+        return estimating.estimate(audit.prepare(parse_case(table), files, audit.pick_device("cpu"))).seconds
+
+    attacked = seconds() / 2 - 4
+    assert attacked > 0
+    local = {"optimizer": "sgd", "learning_rate": 0.1, "epochs": 3}
+    assert seconds(**local) == 2 * (3 * attacked + 3 + 3)
+    most = build("attack", "tag", {}).replayed_steps
+    assert seconds(**local | {"epochs": most + 1}) == 2 * (attacked + most + 1 + 3), "so many are not replayed"
