@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +18,12 @@ from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.assembly import Solved, take_out
 from gradaudit.leakage.deflation import Remainder, matrices, remainder
+from gradaudit.leakage.explain import Explained
 from gradaudit.leakage.growth import Grown
 from gradaudit.leakage.sentences import DecodedRows
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.zoo import load_model
+from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining, Observation
@@ -131,6 +135,59 @@ def test_dropout_off_needs_neither_the_rate_nor_the_batch_size(minilm):
     assert found.certificates == ("proven",) * 3
 
 
+def test_a_clipped_gradient_is_read_with_the_share_that_it_tells(minilm):
+    batch = batch_of(minilm, 20, 3)
+    client = Client(minilm, defenses=(build("defense", "clip", {"norm": 1e-2}),))
+    for given in (Given(), Given(batch_size=False)):
+        seen = client.observe(batch, Selection("0-2:q,k,v"), given, stream(0, "client"))
+        found = Decode()(seen, stream(0, "attack"))
+        assert set(found.sequences) == truth(batch)
+        assert found.certificates == ("proven",) * 3
+
+
+def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):
+    some = batch_of(minilm, 20, 2)
+    twice = Batch(some.ids[[0, 1, 1]], some.mask[[0, 1, 1]], some.labels[[0, 1, 1]], ())
+    seen = seen_of(minilm, twice, selection="0-2:q,k,v", dropout=False, freeze=())
+    found = Decode()(seen, stream(0, "attack"))
+    assert sorted(found.sequences) == sorted(map(tuple, twice.sequences()))
+    assert found.certificates == ("proven",) * 3
+
+
+def test_next_words_with_dropout_are_never_proven(load):
+    model = load("gpt2", "causal-lm")
+    import tiny_models
+
+    batch = tiny_models.batch_of(model, tiny_models.sentences((5,), 1))
+    seen = Client(model, dropout=True).observe(batch, Selection("all"), Given(), stream(0, "client"))
+    found = Decode()(seen, stream(0, "attack"))
+    assert "proven" not in (found.certificates or ()), "its last word is not in it"
+
+
+def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load, monkeypatch):
+    import tiny_models
+
+    model = load("llama")
+    batch = tiny_models.batch_of(model, ["river stone", "moon of the"])
+    right = [tuple(s) for s in batch.sequences()]
+    monkeypatch.setattr(attack_file, "grow", lambda *_: Grown(right, 1))
+    monkeypatch.setattr(attack_file, "explain", lambda *_: Explained((0, 1), 1e-7, (1.0, 3e-6)))
+    found = Decode()(tiny_models.seen_of(Client(model), batch), stream(0, "attack"))
+    assert found.certificates == ("proven", "likely")
+    assert any("too little" in note for note in found.notes)
+
+
+def test_adapters_are_refused_in_a_sentence(load):
+    import tiny_models
+
+    model = load("llama")
+    seen = tiny_models.seen_of(Client(model), tiny_models.batch_of(model, ["river stone"]))
+    other = copy.copy(model)
+    other.spec = replace(model.spec, lora={"rank": 2})
+    with pytest.raises(NotSupportedError, match="does not read adapters"):
+        Decode().run(replace(seen, model=other), stream(0, "attack"))
+
+
 def test_block_0_alone_proves_nothing_with_dropout_off(minilm):
     batch = batch_of(minilm, 12, 2)
     found = Decode()(seen_of(minilm, batch, selection="0:q,k,v", dropout=False, freeze=()), stream(0, "attack"))
@@ -143,13 +200,14 @@ def test_a_sentence_of_another_batch_cannot_be_taken_out(minilm):
     seen = seen_of(minilm, mine, selection="0-2:q,k,v", dropout=False, freeze=())
     rest = remainder(matrices(seen, 3), 1.2e-7)
     for sentence in map(tuple, other.sequences()):
-        assert take_out(minilm, rest, sentence, [3], [1, 2]) is None
+        assert take_out(minilm, rest, sentence, [1 / 3], [1, 2]) is None
     for sentence in map(tuple, mine.sequences()):
-        taken = take_out(minilm, rest, sentence, [3], [1, 2])
+        taken = take_out(minilm, rest, sentence, [1 / 3], [1, 2])
         assert taken is not None
-        assert taken[2]
+        assert taken.proven
+        assert taken.share == 1 / 3
         wrong = (*sentence[:2], 2003 if sentence[2] != 2003 else 2004, *sentence[3:])
-        assert take_out(minilm, rest, wrong, [3], [1, 2]) is None
+        assert take_out(minilm, rest, wrong, [1 / 3], [1, 2]) is None
 
 
 def test_gpt2_with_dropout_before_its_normalization_is_read_back():
@@ -226,9 +284,9 @@ def test_taking_out_proves_only_when_every_rank_falls_by_exactly_the_length(mini
         return SimpleNamespace(rank=30 if self.left is whole else 30 - falls[layer - 1])
 
     monkeypatch.setattr(Remainder, "span", fallen)
-    taken = take_out(minilm, rest, (101, 2003, 2004, 2005, 2006, 102), [2], [1, 2])
+    taken = take_out(minilm, rest, (101, 2003, 2004, 2005, 2006, 102), [1 / 2], [1, 2])
     assert taken is not None
-    assert taken[2] is proven
+    assert taken.proven is proven
 
 
 @pytest.mark.parametrize("how", ["wrong", "missing", "delta", "right"])

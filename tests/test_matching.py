@@ -416,6 +416,12 @@ def test_layout_shows_what_is_known(load, family):
     assert int(layout(hidden, assumed_length=9).fixed.sum()) == 2 * len(model.special.prefix)
 
 
+def test_the_last_word_of_next_word_training_has_a_position_too(load):
+    model = load("gpt2", "causal-lm")
+    batch = batch_of(model, sentences((4, 6), 0))
+    assert longest_position(seen_of(Client(model), batch)) == int(batch.mask.sum(1).max())
+
+
 def test_noise_on_every_position_row_tells_no_length(load):
     model = load("bert")
     batch = batch_of(model, sentences((4, 6), 0))

@@ -24,6 +24,8 @@ from gradaudit.types import Observation, Reconstruction
 
 _EXPLAINED = 1e-4
 """A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
+_OWN, _ROUNDING = 100.0, 1e-6
+"""What a sentence sends must be so many times what all leave, or rounding, for it to be proven by itself."""
 _EFFORTS = (2, 4)
 """Rows still missing: each round tries so many times as often."""
 _OFF = 1e-3
@@ -86,6 +88,10 @@ class Decode(Attack):
             )
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        if seen.model.spec.lora is not None:
+            raise NotSupportedError(
+                "attack 'decode' does not read adapters, which have rank directions only; use 'dager'"
+            )
         first = span(seen, 0)
         if first is None:
             raise NotSupportedError(
@@ -187,6 +193,10 @@ class Decode(Attack):
         else:
             rows, linked = self._completed(rows, signals, how, rng)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
+        if model.spec.task == "causal-lm" and sequences:
+            # no loss follows the last word, so that it leaves no row: what looks complete lacks it
+            certificates = ["likely" if one == "proven" else one for one in certificates]
+            notes.append("the last word of a sentence leaves nothing in block 0 and is missing")
         if len(rows.found) < first.rank:
             notes.insert(0, f"{first.rank - len(rows.found)} of {first.rank} rows were not decoded")
         details |= {"rows": len(rows.found), "estimated_dropout": round(rows.rate(), 3)}
@@ -247,10 +257,14 @@ class Decode(Attack):
         labels, certificates = None, ("likely",) * len(grown.sentences)
         one_gradient = seen.kind == "gradient" and seen.model.spec.task == "classification"
         if one_gradient and grown.sentences and len(grown.sentences) == size:
-            found, left = explain(seen.model, grown.sentences, matrices(seen, 2), 1 / size)
-            details["unexplained"] = left
-            if left < _EXPLAINED:
-                labels, certificates = found, ("proven",) * len(found)
+            told = explain(seen.model, grown.sentences, matrices(seen, 2), 1 / size)
+            details["unexplained"] = told.left
+            if told.left < _EXPLAINED:
+                # a sentence that sends next to nothing would leave as little if it were another one
+                sure = [part > _OWN * max(told.left, _ROUNDING) for part in told.parts]
+                labels, certificates = told.labels, tuple("proven" if one else "likely" for one in sure)
+                if not all(sure):
+                    notes = [*notes, f"{sure.count(False)} sentences send too little to be told from others"]
         return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
 
 

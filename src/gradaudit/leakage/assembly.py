@@ -25,6 +25,8 @@ _NEAR = 0.02
 """Pairs of the batch stay this near the span of what is left, however much was taken out; others start at 0.05."""
 _MOST_SENTENCES = 64
 """Largest batch tried when the batch size is not known."""
+_ROUNDED = 1e-2
+"""How near a number of sentences that is read off the gradient must be to a whole one."""
 _WORST = 8
 """Positions at which exchanges are tried first, those with the worst rows."""
 _ROWS = 8192
@@ -227,7 +229,7 @@ def descend(
                         tried.append((*sentence[:position], token, *sentence[position + 1 :]))
                     else:  # it goes on: the likeliest token here, then the end
                         tried.append((*sentence[:position], token, ending[0]))
-            tried = list(dict.fromkeys(tried))
+            tried = [one for one in dict.fromkeys(tried) if len(one) <= model.max_length]
             if not tried:
                 continue
             scores = misfit(model, [second], tried)
@@ -242,38 +244,73 @@ def descend(
     return sentence, residuals
 
 
+@dataclass(frozen=True)
+class TakenOut:
+    """A sentence that was in a gradient.
+
+    Args:
+        rest: what is left without it.
+        label: its class.
+        proven: every rank fell by exactly its length.
+        share: of its own gradient that was in it: one over the batch size, more where it was there twice, less where
+            the client scaled the whole.
+    """
+
+    rest: Remainder
+    label: int
+    proven: bool
+    share: float
+
+
 def take_out(
     model: TextModel,
     rest: Remainder,
     sentence: tuple[int, ...],
-    sizes: Sequence[int],
+    shares: Sequence[float],
     layers: Sequence[int],
-) -> tuple[Remainder, int, bool, list[int]] | None:
-    """Subtract a sentence under the label (and batch size) that makes the ranks fall; None when none does.
+) -> TakenOut | None:
+    """Subtract a sentence under the label, and with the share, that make the ranks fall; None when none do.
 
     Args:
         model: the model.
         rest: the gradient so far.
         sentence: token ids.
-        sizes: possible batch sizes: a sentence's share is one over it.
+        shares: tried first, as one over the batch size; then the one that the gradient itself tells.
         layers: blocks whose ranks must fall, deeper than 0.
-
-    Returns:
-        What is left, the label, whether every rank fell by exactly the sentence's length, and the batch size.
     """
     before = [rest.span(layer).rank for layer in layers]
-    best: tuple[int, Remainder, int, list[int], int] | None = None
-    for label in range(model.spec.labels):
-        gradient: Matrices = sentence_gradient(model, sentence, label, rest.left)
-        for size in sizes:
-            after = rest.without(gradient, 1 / size)
+    own: list[Matrices] = [sentence_gradient(model, sentence, y, rest.left) for y in range(model.spec.labels)]
+    for tried in ([(y, s) for y in range(len(own)) for s in shares], [(y, None) for y in range(len(own))]):
+        best: tuple[int, TakenOut] | None = None
+        for label, share in tried:
+            found = _own_share(rest, own[label], layers[0]) if share is None else share
+            if found is None:
+                continue
+            after = rest.without(own[label], found)
             ranks = [after.span(layer).rank for layer in layers]
             if best is None or sum(ranks) < best[0]:
-                best = (sum(ranks), after, label, ranks, size)
-    if best is None or best[0] >= sum(before):
+                proven = all(b - a == len(sentence) for b, a in zip(before, ranks, strict=True))
+                best = sum(ranks), TakenOut(after, label, proven, found)
+        if best is not None and best[0] < sum(before):
+            return best[1]
+    return None
+
+
+def _own_share(rest: Remainder, gradient: Matrices, layer: int) -> float | None:
+    """Return the share s with which a gradient G lies in what is left, M = s G + others; None where it tells none.
+
+    Where rows and columns of the parts are independent, M^+ G has the eigenvalue 1 / s, as often as G has rank, and
+    zero besides. With the wrong one of two labels s is below zero.
+    """
+    whole = rest.stacked(layer)
+    rank = rest.span(layer).rank
+    if rank == 0:
         return None
-    proven = all(b - a == len(sentence) for b, a in zip(before, best[3], strict=True))
-    return best[1], best[2], proven, [best[4]]
+    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    own = Remainder(gradient, rest.whole, rest.eps).stacked(layer)
+    inner = (left[:, :rank].T @ own @ right[:rank].T) / values[:rank, None]
+    once, twice = float(inner.trace()), float((inner * inner.T).sum())
+    return once / twice if once > 0 and twice > 0 else None
 
 
 def solve(
@@ -307,7 +344,7 @@ def solve(
     deeper = sorted({layer for layer, _ in left if layer > 0})
     solved: list[Solved] = []
     pairs = candidate_pairs(model, rest.span(0), longest)
-    sizes = [size] if size is not None else list(range(1, _MOST_SENTENCES + 1))
+    shares = [1 / n for n in ([size] if size is not None else range(1, _MOST_SENTENCES + 1))]
     ranked: list[tuple[float, tuple[int, ...]]] = []
     placed: Placed | None = None
     while size is None or len(solved) < size:
@@ -334,15 +371,20 @@ def solve(
             if float(residuals.max()) >= _FITS:
                 ranked.append((float(residuals.square().mean()), sentence))
                 continue
-            taken = take_out(model, rest, sentence, sizes, deeper)
-            if taken is None:
+            taken = take_out(model, rest, sentence, shares, deeper)
+            if taken is None:  # it fits, and cannot be told apart from the rest: the first of the guesses
+                ranked.append((-1.0, sentence))
                 continue
-            rest, label, proven, sizes = taken
-            size = sizes[0]
-            solved.append(Solved(sentence, label, proven))
+            rest = taken.rest
+            if size is None and _whole(1 / taken.share):
+                size = round(1 / taken.share)
+            # a scaled gradient holds all of them with the same share; of one that was there twice the others have half
+            shares = [taken.share] if size is None else list(dict.fromkeys([taken.share, 1 / size]))
+            times = round(taken.share * size) if size is not None and _whole(taken.share * size) else 1
+            solved += [Solved(sentence, taken.label, taken.proven)] * times
             step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
             second = rest.span(deeper[0])
-            if len(solved) == size or second.rank == 0:
+            if (size is not None and len(solved) >= size) or second.rank == 0:
                 break
         if len(solved) == before:
             break
@@ -352,6 +394,10 @@ def solve(
     if deeper and placed is not None and len(placed.pairs) and len(guesses) < missing:
         guesses += _grouped(model, placed, missing - len(guesses), guesses)
     return solved, guesses, rest
+
+
+def _whole(number: float) -> bool:
+    return round(number) > 0 and abs(number - round(number)) < _ROUNDED
 
 
 def _grouped(model: TextModel, placed: Placed, count: int, guesses: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

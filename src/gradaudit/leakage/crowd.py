@@ -120,7 +120,7 @@ class Crowd:
     def sentences(self) -> list[tuple[int, ...]]:
         """Return the sentences that are proven, then what is grown exactly from the rest, then the likeliest of it."""
         self.rest = self._begin()
-        rated = [(layer, "q") for layer in sorted({0, 1, self.deeper})]
+        rated = [(layer, "q") for layer in sorted({0, 1, self.deeper}) if any(at == layer for at, _ in self.rest.left)]
         rated += [key for key in self.rest.left if key[1] == "p"]
         self.usual = _usual_rows(self.model, rated, next(iter(self.rest.left.values())).device)
         words, longest = self.model.vocabulary_size, self.model.max_length

@@ -231,6 +231,9 @@ def _inner_ends(seen: Observation, sentences: list[tuple[int, ...]], fixed_rank:
     last = model.depth - 1
     if model.spec.task != "classification" or last < 2:
         return []
+    queries, keys = model.views(last, "q")[0], model.views(last, "k")[0]
+    if queries.parameter == keys.parameter and queries.rows == keys.rows:
+        return []  # one adapter of all three: it holds every token
     ends = span(seen, last, ("q",), fixed_rank=fixed_rank)
     if ends is None or ends.rank >= model.width:
         return []

@@ -32,15 +32,17 @@ class Layout:
 def longest_position(seen: Observation) -> int | None:
     """Return the length of the longest sentence where the position table's gradient shows it, else None.
 
-    The gradient of an absolute position's row is zero exactly when no sentence reaches that position.
+    The gradient of an absolute position's row is zero exactly when no sentence reaches that position, and where next
+    words are predicted, when none goes on behind it: there it is one position more.
     """
+    unseen = 1 if seen.model.spec.task == "causal-lm" else 0
     for name in seen.model.group("position"):
         if name in seen.tensors:
             used = torch.where(seen.tensors[name].abs().sum(1) > 0)[0]
             first = seen.model.first_position_row
             if len(used) == 0 or len(used) >= seen.model.max_length:
                 return None  # nothing was sent, or noise is on every row: it tells nothing
-            return int(used[-1]) + 1 - first
+            return min(int(used[-1]) + 1 - first + unseen, seen.model.max_length)
     return None
 
 

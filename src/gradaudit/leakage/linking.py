@@ -161,7 +161,7 @@ def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[li
         positions: position of each token.
         sentences: number of sentences.
     """
-    total = affinity.double().clone()
+    total = affinity.double().cpu().clone()  # lists come out of it, one step after the other
     total.fill_diagonal_(0)
     count = len(positions)
     members: list[list[int]] = [[i] for i in range(count)]
