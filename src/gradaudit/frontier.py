@@ -30,7 +30,7 @@ class Measure:
     margin: float
 
 
-WORDS = Measure("ROUGE-L", "ROUGE-L", "exact", 5.0)
+WORDS = Measure("ROUGE-L", "ROUGE-L of the strongest attack", "exact", 5.0)
 """Its margin is less than one word of a short sentence."""
 PIXELS = Measure("% explained", "% of the blind error explained", "recognized", 10.0)
 """100 (1 - MSE / MSE of the blind guess): 100 is the image itself, 0 no better than blind. The report finds a partial

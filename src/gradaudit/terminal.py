@@ -122,7 +122,7 @@ def sweep_table(results: Sequence[Result]) -> Table:
         caption_justify="left",
     )
     for key in results[0].point.values:
-        table.add_column(escape(key.split(".")[-1]))
+        table.add_column(escape(key.split(".")[-1]), min_width=10)
     costs = any(r.utility is not None for r in results)
     images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
     if images:
@@ -132,6 +132,8 @@ def sweep_table(results: Sequence[Result]) -> Table:
         )
     shown = ("MSE", "PSNR", "SSIM") if images else ("R-1", "R-L", "exact")
     names = (*shown, "blind", "batches", "s") + (("acc", "mcc", "epsilon") if costs else ())
+    if images and costs:  # what else there is would not fit beside the costs, and is in sweep.csv
+        names = ("MSE", "blind", "s", "acc", "mcc", "epsilon")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
@@ -143,7 +145,7 @@ def sweep_table(results: Sequence[Result]) -> Table:
         spent = "-" if cost is None or cost.epsilon is None else shortened(cost.epsilon)
         paid = () if cost is None else (f"{cost.accuracy:.1f}", f"{cost.mcc:.1f}", spent)
         if "mse" in found.scores:
-            table.add_row(*values, *_image_sweep_cells(found), *paid)
+            table.add_row(*values, *_image_sweep_cells(found, short=costs), *paid)
             continue
         bound = "> " if {"defense-not-modeled", "dropout-not-modeled"} & set(found.flags) else ""
         one, exact = (f"{found.scores[name].mean or 0:.1f}" for name in ("rouge1", "exact"))
@@ -156,8 +158,12 @@ def sweep_table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _image_sweep_cells(found: Summary) -> list[str]:
+def _image_sweep_cells(found: Summary, short: bool) -> list[str]:
     bound = "< " if "defense-not-modeled" in found.flags else ""
+    if short:
+        means = [one["mse"].model_copy(update={"low": None}) for one in (found.scores, found.baseline)]
+        error, blind = (_image_cell(mean, _DIGITS["mse"]) for mean in means)
+        return [bound + error, blind, f"{found.seconds:.1f}"]
     plain = [found.scores[name].model_copy(update={"low": None}) for name in ("psnr", "ssim")]
     scores = [_image_cell(found.scores["mse"], _DIGITS["mse"]), _image_cell(plain[0], 1), _image_cell(plain[1], 2)]
     failed = f" ({found.failed} failed)" if found.failed else ""

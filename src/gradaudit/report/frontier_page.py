@@ -99,8 +99,8 @@ def frontier_svg(found: Frontier) -> Markup:
         f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="currentColor"/>',
         f'<text x="{(_LEFT + _RIGHT) / 2}" y="{_HEIGHT - 8}" text-anchor="middle">utility: Matthews correlation, 0 to '
         "100 (better to the right)</text>",
-        f'<text transform="translate(14 {(_TOP + _BOTTOM) / 2}) rotate(-90)" text-anchor="middle">leakage of the '
-        f"strongest attack: {escape(unit)}</text>",
+        f'<text transform="translate(14 {(_TOP + _BOTTOM) / 2}) rotate(-90)" text-anchor="middle">leakage: '
+        f"{escape(unit)}</text>",
     ]
     for value in (0.0, 25.0, 50.0, 75.0, 100.0):
         parts.append(
@@ -111,9 +111,11 @@ def frontier_svg(found: Frontier) -> Markup:
         parts.append(f'<text x="{across(value):.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{value:.0f}</text>')
     if found.points:
         blind = found.points[0].blind
+        below = down(blind) + 14
+        beside = below if below < _BOTTOM else down(blind) - 6
         parts.append(
             f'<path d="M{_LEFT} {down(blind):.1f}H{_RIGHT}" stroke="currentColor" stroke-dasharray="5 4"/>'
-            f'<text x="{_RIGHT}" y="{down(blind) + 14:.1f}" text-anchor="end">blind</text>'
+            f'<text x="{_RIGHT}" y="{beside:.1f}" text-anchor="end">blind</text>'
         )
     front = sorted((p for p in found.points if not p.dominated), key=lambda p: p.utility.mcc)
     line = " ".join(f"{across(p.utility.mcc):.1f},{down(p.leak.mean or 0):.1f}" for p in front)
