@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from gradaudit import audit
 from gradaudit.client import Client
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
+from gradaudit.fitted_rows import ROWS
 from gradaudit.fitting import fit, target_of
 from gradaudit.learned import inverter as disk
 from gradaudit.learned.network import Network, NetworkShape, hits, loss_of
@@ -118,7 +119,7 @@ def test_the_loss_takes_the_best_order_and_both_kinds():
 
 def test_a_fitted_inverter_is_read_again_as_it_was(made):
     client, attack, folder = made
-    assert {p.name for p in folder.iterdir()} - {".lock"} == {disk.MANIFEST, disk.WEIGHTS}
+    assert {p.name for p in folder.iterdir()} - {".lock"} == {disk.MANIFEST, disk.WEIGHTS, ROWS}
     one, other = disk.load_inverter(folder), disk.load_inverter(folder)
     seen = seen_of(client, texts(client.model, 1, 3).ids[0])
     assert one.sentences(seen) == other.sentences(seen) == attack(seen, stream(0, "attack")).sequences

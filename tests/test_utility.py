@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import gradaudit.labeled_rows
 import gradaudit.utility
 from gradaudit import audit
 from gradaudit.accounting.epsilon import gaussian_epsilon, sampled_epsilons
@@ -150,11 +151,11 @@ def test_what_is_tested_on_is_never_trained_on_and_every_row_is_one_or_the_other
         Client, "update", lambda self, batch, *a, **k: trained.update(batch.texts) or real(self, batch, *a, **k)
     )
     tested: list[set[str]] = []
-    made = gradaudit.utility._batch
+    said = gradaudit.labeled_rows._Sentences.said
     monkeypatch.setattr(
-        gradaudit.utility,
-        "_batch",
-        lambda m, r, chosen: tested.append({r.texts[i] for i in chosen}) or made(m, r, chosen),
+        gradaudit.labeled_rows._Sentences,
+        "said",
+        lambda self, chosen: tested.append({self.rows.texts[i] for i in chosen}) or said(self, chosen),
     )
     measured(folders, rows)
     held = tested[0]
@@ -389,7 +390,8 @@ def test_f1_is_of_class_1(folders, rows):
                 p.zero_()
                 if name.endswith("bias"):
                     p[0] = 1.0
-    found = gradaudit.utility._scores(data.model, data.rows, list(range(len(data.rows.texts))))
+    rows_of = labeled_rows(data.model, data.rows)
+    found = gradaudit.utility._scores(rows_of, list(range(len(rows_of))), 2)
     assert found["accuracy"] > 80
     assert found["f1"] == 0.0
     assert found["mcc"] == 0.0

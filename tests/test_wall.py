@@ -41,6 +41,7 @@ FORBIDDEN = (
     "client", "simulate", "simulate_images", "replayed_client", "fitting", "judge", "audit", "case", "data.source",
     "metrics", "defenses", "report", "record", "cli", "examples", "example_gradients", "judge_images", "audit_images",
     "data.images", "case_client", "mean_update", "error_feedback",
+    "fitted_rows",
 )  # fmt: skip
 """What the attack's side may not import, at any depth."""
 MAY_JOIN = {"gradaudit.judge", "gradaudit.audit", "gradaudit.demo", "gradaudit.cli", "gradaudit.judge_images",

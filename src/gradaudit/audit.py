@@ -29,7 +29,8 @@ from gradaudit.data.windows import windows
 from gradaudit.error_feedback import after_rounds
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.examples import Private
-from gradaudit.fitting import INVERTERS, Data, check_told, digest_of, fitted, public_text, refuse_seen
+from gradaudit.fitted_rows import refuse_seen
+from gradaudit.fitting import INVERTERS, Data, check_told, digest_of, fitted, public_text
 from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
 from gradaudit.learned.inverter import WEIGHTS
 from gradaudit.learned.kept import learned_in

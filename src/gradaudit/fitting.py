@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from gradaudit.client import Client
 from gradaudit.data.source import PublicSpec, Rows, load_rows, make_batch, shuffled
 from gradaudit.data.windows import apart, windows
 from gradaudit.errors import BadInputError, MissingKnowledgeError
-from gradaudit.examples import Private
+from gradaudit.fitted_rows import note_rows
 from gradaudit.learned.inverter import MANIFEST, Target
 from gradaudit.learned.simulated import Public
-from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.one_writer import only_writer
@@ -29,7 +28,7 @@ from gradaudit.selection import Selection
 from gradaudit.simulate import ClientSimulation
 from gradaudit.simulate_images import ImageSimulation
 from gradaudit.streams import stream
-from gradaudit.types import ImageBatch, PublicImages
+from gradaudit.types import PublicImages
 
 Data = Public | PublicImages
 """What the attacker has, of any kind."""
@@ -37,8 +36,6 @@ INVERTERS = "inverters"
 """Folder of what was fitted, under that of a run or a sweep."""
 _FORM = 2
 """Of fitting: another one fits anew."""
-ROWS = "rows.txt"
-"""Hashes of the rows that an inverter was fitted to."""
 _KEY = "key.txt"
 """What a folder of `gradaudit fit` was made from."""
 
@@ -167,59 +164,9 @@ def fit(
     with only_writer(folder):
         simulation = simulation_of(client, selection)
         fitted = attack.fit(simulation, public, target, client.model, folder, stream(seed, "fit"))
-        _note_rows(folder, public, client.model)
+        note_rows(folder, public, client.model)
         (folder / "checkpoint.safetensors").unlink(missing_ok=True)
     return fitted
-
-
-def _note_rows(folder: Path, public: Data, model: Model) -> None:
-    """Write down, as hashes, what an inverter was fitted to, so that nobody audits it on that."""
-    try:
-        (folder / ROWS).write_text("\n".join(sorted(_marks(public, model))), encoding="utf8")
-    except OSError as error:
-        raise BadInputError(f"cannot write {folder / ROWS} ({error.strerror}); make room") from None
-
-
-def refuse_seen(folder: Path, batches: Iterable[Private], model: Model) -> None:
-    """Refuse to audit an inverter on what it was fitted to: it would read its own memory.
-
-    Args:
-        folder: of the inverter; one that does not say what it was fitted to is taken as it is.
-        batches: that are audited.
-        model: of both.
-
-    Raises:
-        BadInputError: some audited rows are among those that it learned from.
-    """
-    place = folder / ROWS
-    if not place.is_file():
-        return
-    try:
-        learned = set(place.read_text(encoding="utf8").split())
-    except (OSError, UnicodeDecodeError):
-        raise BadInputError(f"{place} cannot be read: fit the inverter again") from None
-    rows = [mark for batch in batches for mark in _marks(batch, model)]
-    known = sum(mark in learned for mark in rows)
-    if known:
-        raise BadInputError(
-            f"the inverter in {folder} was fitted to {known} of the {len(rows)} audited rows and would read its own "
-            "memory: audit other rows, or let 'gradaudit run' fit one"
-        )
-
-
-def _marks(data: Data | Private, model: Model) -> list[str]:
-    """Return a hash of each row: of its words, special tokens left out, or of its pixels."""
-    if isinstance(data, PublicImages | ImageBatch):
-        rows = [image.numpy().tobytes() for image in (255 * data.images).round().to(torch.uint8).cpu()]
-    else:
-        assert isinstance(model, TransformersModel)
-        pairs = zip(data.ids.tolist(), data.mask.tolist(), strict=True)
-        special = model.special.ids
-        rows = [
-            json.dumps([i for i, m in zip(ids, mask, strict=True) if m and i not in special]).encode()
-            for ids, mask in pairs
-        ]
-    return [hashlib.sha256(row).hexdigest()[:16] for row in rows]
 
 
 def fit_case(
