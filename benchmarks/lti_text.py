@@ -4,7 +4,7 @@
 
 Groups: `defenses` (LTI-P and LTI by layers and by the paper's network, TAG, decode, exchange and blind under each
 defense; `--only layers-p,layers,blind,decode,tag` leaves out the network, which takes a quarter of an hour a cell,
-LTI-P by layers with three times the epochs or with words in pieces, and TAG from LAMP's start), `rows` (LTI by layers,
+LTI-P by layers with three times the epochs or with words in pieces, with word pairs, and TAG from LAMP's start), `rows` (LTI by layers,
 by the number of public windows), `speed` (simulated updates a second, one by one and many at a time). Run again to go
 on: a finished cell is read.
 """
@@ -58,7 +58,10 @@ PUBLISHED = {
               "90.25/87.39/81.94/87.34"),
 }  # fmt: skip
 """Accuracy / ROUGE-1 / ROUGE-2 / ROUGE-L (Wu et al., arXiv 2210.10880), in the order of `DEFENSES`."""
-SAME = {"layers": "lti", "layers-p": "lti-p", "layers-p-long": "lti-p", "layers-pieces": "lti-p", "tag-lamp": "tag"}
+SAME = {
+    "layers": "lti", "layers-pairs": "lti", "layers-p": "lti-p", "layers-p-long": "lti-p", "layers-pieces": "lti-p",
+    "layers-pieces-pairs": "lti-p", "tag-lamp": "tag",
+}  # fmt: skip
 """What of ours stands beside what of theirs, where names differ."""
 NET: dict[str, Any] = {
     "name": "lti", "share": 0.01, "bottleneck": 1000, "width": 192, "own_words": True, "learning_rate": 1e-3,
@@ -73,6 +76,8 @@ LAYERS: dict[str, Any] = {
 ATTACKS: dict[str, dict[str, Any]] = {
     "layers-p": LAYERS | {"pseudo": True},  # new windows in every epoch
     "layers-pieces": LAYERS | {"pseudo": True, "piece": 4.0},
+    "layers-pieces-pairs": LAYERS | {"pseudo": True, "piece": 4.0, "pairs": True},
+    "layers-pairs": LAYERS | {"pairs": True},
     "layers-p-long": LAYERS | {"pseudo": True, "epochs": 18},
     "layers": LAYERS,
     "lti-p": NET | {"pseudo": True, "epochs": 5},

@@ -28,7 +28,8 @@ class Lti(Attack):
     The attacker has text of the same kind ([public] in a case) and the client's settings. It computes the updates that
     the client would send of its own text, hashes them to fewer numbers, and learns the way back; the update under
     attack then costs one pass. With `pseudo` the text is drawn word by word from the public text's frequencies
-    (LTI-P), or in pieces of several words. It reads what it was trained for and nothing else: another model, selection
+    (LTI-P), or in pieces of several words. With `pairs` what the network says of each position is weighed by the
+    public text's word pairs. It reads what it was trained for and nothing else: another model, selection
     or defense is refused.
 
     Raises:
@@ -71,6 +72,12 @@ class Lti(Attack):
         0.0, "Adam's; 0 tries 1e-3, 1e-4 and 1e-5 and takes the best on held-out public text", source="section 4.1"
     )
     trial: int = hyper(100, "steps that each learning rate is tried for", source="ours")
+    pairs: bool = hyper(
+        False,
+        "weigh what is read by how often words stand side by side in the public text, and take the likeliest sentence",
+        source="ours",
+        later=True,
+    )
     own_words: bool = hyper(
         False,
         "begin the shared layer with the model's own word and output vectors and the public text's frequencies",
@@ -116,6 +123,7 @@ class Lti(Attack):
             squared=self.squared,
             pseudo=self.pseudo,
             piece=self.piece,
+            pairs=self.pairs,
             own_words=self.own_words,
             validation=self.validation,
             patience=self.patience,

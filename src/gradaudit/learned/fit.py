@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gradaudit.learned.network import Network, NetworkShape, hits, loss_of
 from gradaudit.learned.plan import Plan
 from gradaudit.learned.simulated import Public, Simulation, drawn_like
 from gradaudit.learned.training import Recipe, train
+from gradaudit.learned.word_pairs import count_pairs, weigh
 from gradaudit.learned.words import begin_with_words, classes_of, word_vectors
 from gradaudit.models.base import TextModel
 from gradaudit.streams import draw_seed, stream
@@ -54,7 +56,7 @@ def fit_inverter(
     Raises:
         BadInputError: too few texts.
     """
-    seed, size, vocabulary = draw_seed(rng), target.batch_size, model.vocabulary_size
+    seed, size = draw_seed(rng), target.batch_size
     held = max(1, round(plan.validation * (len(public) // size)))
     kept = len(public) // size - held
     if kept < 1:
@@ -67,7 +69,48 @@ def fit_inverter(
     shown = public.take(order[held * size : (held + kept) * size])
     hash_seed = draw_seed(stream(seed, "hash"))
     if plan.layers:
-        return fit_by_layers(simulation, shown, held_out, target, model, plan, hash_seed, about, public, folder, seed)
+        found = fit_by_layers(simulation, shown, held_out, target, model, plan, hash_seed, about, public, folder, seed)
+    else:
+        found = _fit_network(simulation, shown, held_out, target, model, plan, hash_seed, about, public, folder, seed)
+    return _with_pairs(found, simulation, shown, held_out, seed) if plan.pairs else found
+
+
+def _with_pairs(found: Inverter, simulation: Simulation, shown: Public, held_out: Public, seed: int) -> Inverter:
+    """Return an inverter that weighs what it reads by word pairs, where that reads more of what was held out."""
+    about = found.manifest
+    size = about.target.batch_size
+    hash_ = Hash(sizes_of(about.target.tensors), about.bins, about.hash_seed, about.signed, about.apart)
+    pairs = count_pairs(classes_of(shown, about.vocabulary, size), about.classes)
+    examples = Examples(simulation, hash_, held_out, size, stream(seed, "pairs"), "lti: weighing word pairs")
+
+    def read() -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, len(examples), 64):
+            values, texts = examples(torch.arange(start, min(start + 64, len(examples))), start)
+            yield found.network(found.scaling(values)), classes_of(texts, about.vocabulary, size)
+
+    weight, right = weigh(pairs, read())
+    if not weight:
+        return found
+    said = {"pairs": len(pairs.keys), "pairs_weight": weight, "accuracy": right}
+    return replace(found, manifest=about.model_copy(update=said), pairs=pairs)
+
+
+def _fit_network(
+    simulation: Simulation,
+    shown: Public,
+    held_out: Public,
+    target: Target,
+    model: TextModel,
+    plan: Plan,
+    hash_seed: int,
+    about: Mapping[str, Any],
+    public: Public,
+    folder: Path | None,
+    seed: int,
+) -> Inverter:
+    """Return an inverter by LTI's network; see `fit_inverter` and `fit_by_layers`."""
+    size, vocabulary = target.batch_size, model.vocabulary_size
+    kept = len(shown) // size
     hash_ = Hash(sizes_of(target.tensors), plan.bins, hash_seed, plan.signed)
     checked = Examples(simulation, hash_, held_out, size, stream(seed, "validation"), "lti: validation")
     source: _Source = (

@@ -25,6 +25,7 @@ from gradaudit.learned.features import Scaling, sizes_of
 from gradaudit.learned.hashing import Hash
 from gradaudit.learned.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.network import Network, NetworkShape
+from gradaudit.learned.word_pairs import WordPairs, load_pairs, save_pairs
 from gradaudit.types import Loss, Observation, Task, UpdateKind
 
 P = TypeVar("P", bound="Plain")
@@ -88,6 +89,8 @@ class Manifest(Plain):
         texts: how many of them there were.
         steps: of training.
         accuracy: share of right tokens on public text that was not trained on, 0 to 100.
+        pairs: kinds of word pairs that what is read is weighed by; 0 for none.
+        pairs_weight: theirs.
     """
 
     format: Literal[1] = 1
@@ -109,6 +112,8 @@ class Manifest(Plain):
     texts: int
     steps: int
     accuracy: float
+    pairs: int = Field(0, ge=0, le=1 << 30)
+    pairs_weight: float = Field(0.0, ge=0, le=100)
 
     def network(self) -> NetworkShape | LayeredShape:
         """Return the sizes of the network."""
@@ -127,11 +132,13 @@ class Inverter:
         manifest: what it is.
         network: the weights.
         scaling: of its inputs.
+        pairs: of words, that what is read is weighed by.
     """
 
     manifest: Manifest
     network: Network | LayeredNetwork
     scaling: Scaling
+    pairs: WordPairs | None = None
 
     @torch.no_grad()
     def sentences(self, seen: Observation) -> tuple[tuple[int, ...], ...]:
@@ -158,8 +165,11 @@ class Inverter:
         frame = {*seen.model.special.prefix, *seen.model.special.suffix}
         silent = [i for i in seen.model.special.ids if i not in frame]
         logits[..., silent] = -torch.inf
+        found = logits.argmax(-1)
+        if self.pairs is not None:
+            found = self.pairs.to(device).likeliest(logits, about.pairs_weight)
         out = []
-        for row in logits.argmax(-1).tolist():
+        for row in found.tolist():
             ends = row.index(about.classes - 1) if about.ends and about.classes - 1 in row else len(row)
             out.append(tuple(int(i) for i in row[:ends]))
         return tuple(sentence for sentence in out if sentence)
@@ -222,10 +232,13 @@ def save_inverter(folder: Path, inverter: Inverter) -> Path:
     Raises:
         BadInputError: the folder cannot be written.
     """
-    return write_inverter(folder, inverter.manifest, dict(inverter.network.named_parameters()), inverter.scaling)
+    weights = dict(inverter.network.named_parameters())
+    return write_inverter(folder, inverter.manifest, weights, inverter.scaling, inverter.pairs)
 
 
-def write_inverter(folder: Path, manifest: Plain, weights: Mapping[str, Tensor], scaling: Scaling) -> Path:
+def write_inverter(
+    folder: Path, manifest: Plain, weights: Mapping[str, Tensor], scaling: Scaling, pairs: WordPairs | None = None
+) -> Path:
     """Write a manifest, what was learned and its scaling; the manifest comes last, so that a folder with one is whole.
 
     Raises:
@@ -237,6 +250,8 @@ def write_inverter(folder: Path, manifest: Plain, weights: Mapping[str, Tensor],
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS)
+        if pairs is not None:
+            save_pairs(folder, pairs)
         fresh.write_text(manifest.model_dump_json(indent=1), encoding="utf8")
         os.replace(fresh, folder / MANIFEST)
     except (OSError, SafetensorError) as error:
@@ -290,7 +305,8 @@ def load_inverter(folder: Path) -> Inverter:
         if not inside or count % manifest.length or manifest.learner != "layers":
             raise BadInputError(f"{folder / MANIFEST} keeps entries apart that '{name}' does not have; it is damaged")
     tensors, scaling = read_tensors(folder, manifest.network().tensors(), manifest.bins)
-    return Inverter(manifest, with_weights(manifest.network(), tensors), scaling)
+    pairs = load_pairs(folder, manifest.pairs, manifest.classes) if manifest.pairs else None
+    return Inverter(manifest, with_weights(manifest.network(), tensors), scaling, pairs)
 
 
 def read_tensors(

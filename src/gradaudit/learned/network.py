@@ -87,7 +87,7 @@ def loss_of(logits: Tensor, targets: Tensor, squared: bool = False) -> Tensor:
     an update does not show.
     """
     if targets.shape[1] > 1:
-        targets = _in_slots(logits, targets)
+        targets = in_slots(logits, targets)
     if squared:
         # sum over classes of (z - onehot)^2 = |z|^2 - 2 z_y + 1, without writing the one-hot vectors
         right = logits.gather(-1, targets[..., None])[..., 0]
@@ -96,7 +96,7 @@ def loss_of(logits: Tensor, targets: Tensor, squared: bool = False) -> Tensor:
 
 
 @torch.no_grad()
-def _in_slots(logits: Tensor, targets: Tensor) -> Tensor:
+def in_slots(logits: Tensor, targets: Tensor) -> Tensor:
     """Return each update's sentences in the order of the slots that they fit best."""
     costs = torch.stack(
         [-logits.log_softmax(-1).gather(-1, t[:, None].expand(logits.shape[:-1])[..., None])[..., 0].sum(-1)
@@ -112,5 +112,5 @@ def _in_slots(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def hits(logits: Tensor, targets: Tensor) -> float:
     """Return the share (0 to 100) of positions with the right class, sentences in their best slots."""
-    chosen = targets if targets.shape[1] == 1 else _in_slots(logits, targets)
+    chosen = targets if targets.shape[1] == 1 else in_slots(logits, targets)
     return 100.0 * float((logits.argmax(-1) == chosen).float().mean())

@@ -23,6 +23,7 @@ class Plan:
         squared: squared loss.
         pseudo: train on words drawn from the public text, fresh every batch.
         piece: words that are drawn together; see `drawn_like`.
+        pairs: weigh what is read by public word pairs; see `WordPairs`.
         own_words: begin the shared layer with what the model knows of its words: see `begin_with_words`.
         validation: share of the public text that is held out.
         patience: see `Recipe`.
@@ -42,6 +43,7 @@ class Plan:
     squared: bool
     pseudo: bool
     piece: float
+    pairs: bool
     own_words: bool
     validation: float
     patience: int
