@@ -4,9 +4,9 @@
 
 Groups: `defenses` (LTI-P and LTI by layers and by the paper's network, TAG, decode, exchange and blind under each
 defense; `--only layers-p,layers,blind,decode,tag` leaves out the network, which takes a quarter of an hour a cell,
-LTI-P by layers with three times the epochs or with words in pieces, with word pairs, and TAG from LAMP's start), `rows` (LTI by layers,
-by the number of public windows), `speed` (simulated updates a second, one by one and many at a time). Run again to go
-on: a finished cell is read.
+LTI-P by layers with three times the epochs or with words in pieces, both with word pairs, and TAG from LAMP's start),
+`rows` (LTI by layers, by the number of public windows), `speed` (simulated updates a second, one by one and many at a
+time). Run again to go on: a finished cell is read.
 """
 
 from __future__ import annotations
