@@ -9,13 +9,13 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.errors import NotSupportedError
-from gradaudit.judge import flags
+from gradaudit.judge import diagnose, flags, notes_of
 from gradaudit.leakage.counters import COUNTERED, countered
 from gradaudit.leakage.distances import Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
 from gradaudit.leakage.matching import Objective
 from gradaudit.registry import build, known
 from gradaudit.streams import stream
-from gradaudit.types import Given
+from gradaudit.types import Given, Reconstruction
 from tiny_models import SETTINGS, batch_of, seen_of, sentences
 
 KNOWN = Given(lengths=True, labels=True)
@@ -116,11 +116,26 @@ def test_a_defense_of_each_of_several_clients_is_another_one_of_their_mean(load,
     assert ("defense-not-modeled" in _flags(model, batch, seen, built, clients=4)) == flagged
 
 
-def _flags(model, batch, seen, attack, clients: int = 1) -> tuple[str, ...]:
+def test_the_best_of_many_guesses_is_flagged_and_those_that_were_matched_are_diagnosed(load):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 5), 1))
+    seen = seen_of(Client(model), batch)
+    right = tuple(tuple(s) for s in batch.sequences())
+    wrong = tuple(tuple(s) for s in batch_of(model, sentences((4, 5, 6), 7)).sequences())
+    many = Reconstruction((*wrong, *right), labels=(0, 1, 0, *batch.labels.tolist()))
+    assert diagnose(model, batch, seen, many, True) == diagnose(model, batch, seen, Reconstruction(right), True)
+    assert "5 guesses for a batch of 2" in notes_of(many, 2)[0]
+    assert not notes_of(many, 5)
+    blind = build("attack", "blind", {})
+    assert "surplus-guesses" in _flags(model, batch, seen, blind, found=many)
+    assert "surplus-guesses" not in _flags(model, batch, seen, blind, found=Reconstruction(right))
+
+
+def _flags(model, batch, seen, attack, clients: int = 1, found: Reconstruction | None = None) -> tuple[str, ...]:
     made = {"dropout": 0.0, "defenses": seen.knowledge.defenses or ({"name": "sign"},), "steps": 1, "replayed": False}
     made["clients"] = clients
     zero = {"rougeL": 1.0}
-    return flags(model=model, batch=batch, seen=seen, made=made, attack=attack, scores=zero, baseline=zero,
+    return flags(model=model, batch=batch, seen=seen, made=made, attack=attack, found=found, scores=zero, baseline=zero,
                  diagnosis=None, shape=None)  # fmt: skip
 
 

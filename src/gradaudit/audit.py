@@ -31,7 +31,7 @@ from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.examples import Private
 from gradaudit.fitted_rows import refuse_seen
 from gradaudit.fitting import INVERTERS, Data, check_told, digest_of, fitted, public_text
-from gradaudit.judge import Judgment, diagnose, flags, judge, sentence, spectrum
+from gradaudit.judge import Judgment, diagnose, flags, judge, notes_of, sentence, spectrum
 from gradaudit.learned.inverter import WEIGHTS
 from gradaudit.learned.kept import learned_in
 from gradaudit.learned.simulated import Public
@@ -243,6 +243,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
                 "replayed": found is not None and "replayed_steps" in found.details,
             },
             attack=attack,
+            found=found,
             scores=scores,
             baseline=baseline.scores,
             diagnosis=diagnosis,
@@ -260,7 +261,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, Texts]:
         share_of_parameters=ready.selection.share(model, seen.tensors.values()),
         diagnosis=diagnosis,
         sentences=verdict.sentences if verdict is not None else (),
-        notes=found.notes if found is not None else (),
+        notes=notes_of(found, len(batch.ids)),
         details=_numbers(found.details) if found is not None else {},
     )
     shown = verdict if verdict is not None else baseline

@@ -18,6 +18,7 @@ from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.source import draw_numbers, found_file
 from gradaudit.error_feedback import after_rounds
 from gradaudit.errors import BadInputError, MissingKnowledgeError
+from gradaudit.judge import notes_of
 from gradaudit.judge_images import diagnose_images, image_flags, judge_images
 from gradaudit.metrics.perceptual import Perceptual, load_perceptual
 from gradaudit.models.base import Model, ModelSpec
@@ -132,6 +133,7 @@ def audit_images(ready: PreparedImages, index: int) -> tuple[Record, Pictures]:
                 "replayed": found is not None and "replayed_steps" in found.details,
             },
             attack=attack,
+            surplus=found is not None and found.count > len(batch),
             scores=verdict.scores,
             baseline=baseline.scores,
             diagnosis=diagnosis,
@@ -143,7 +145,7 @@ def audit_images(ready: PreparedImages, index: int) -> tuple[Record, Pictures]:
         diagnosis=diagnosis,
         images=verdict.images,
         images_baseline=baseline.images,
-        notes=found.notes if found is not None else (),
+        notes=notes_of(found, len(batch)),
         details={k: finite(v) if isinstance(v, float) else v for k, v in found.details.items()} if found else {},
     )
     pictures = Pictures(

@@ -15,6 +15,7 @@ FLAGS: dict[str, str] = {
     "optimizer-failed": "the truth fits the update better than the guess: a better search would recover more",
     "random-weights": "the model has random weights: scores need not carry over to trained ones",
     "short-references": "an original of a single word: no ROUGE-2, and ROUGE is all or nothing",
+    "surplus-guesses": "more was recovered than the batch holds: each original was held against the nearest of it",
     "truncated": "a text was longer than the model takes and was cut",
     "word-rows-shared": "the word-embedding gradient was shared: its nonzero rows name every word of the batch",
 }

@@ -131,7 +131,7 @@ def diagnose(
     truth = update_distance(client, batch, seen)
     if not found.sequences:
         return Diagnosis(truth=truth, guess=None, verdict="no guess")
-    guess = update_distance(client, _as_batch(model, found, batch), seen)
+    guess = update_distance(client, _as_batch(model, _matched(model, batch, found), batch), seen)
     verdict: Literal["solved", "optimizer failed", "objective failed"]
     verdict = "solved" if exact else "optimizer failed" if truth < guess else "objective failed"
     return Diagnosis(truth=truth, guess=guess, verdict=verdict)
@@ -148,6 +148,18 @@ def update_distance(client: Client, batch: Private, seen: Observation[Model]) ->
         other += float(theirs.square().sum())
     sign = -1.0 if seen.kind == "delta" else 1.0
     return 1.0 - sign * inner / max(math.sqrt(own * other), 1e-300)
+
+
+def _matched(model: TransformersModel, batch: Batch, found: Reconstruction) -> Reconstruction:
+    """Return a reconstruction of no more sentences than the batch has: those that are held against its own."""
+    if len(found.sequences) <= len(batch.ids):
+        return found
+    guesses = [sentence(model, ids) for ids in found.sequences]
+    pairs = metrics.align([sentence(model, ids) for ids in batch.sequences()], guesses)
+    kept = {id(pair.guess) for pair in pairs}
+    chosen = [n for n, guess in enumerate(guesses) if id(guess) in kept]
+    labels = None if found.labels is None else tuple(found.labels[n] for n in chosen)
+    return Reconstruction(tuple(found.sequences[n] for n in chosen), labels)
 
 
 def _as_batch(model: TransformersModel, found: Reconstruction, truth: Batch) -> Batch:
@@ -202,6 +214,14 @@ def modeled(attack: Any, defense: str, seen: Observation[Any], clients: int) -> 
     return bool(told and alone and attack.reckons_with(defense, seen.model, seen.knowledge.batch_size))
 
 
+def notes_of(found: Reconstruction | None, size: int) -> tuple[str, ...]:
+    """Return an attack's notes, and how many guesses it made where the batch has fewer examples."""
+    if found is None:
+        return ()
+    surplus = (f"{found.count} guesses for a batch of {size}: the nearest were scored",) if found.count > size else ()
+    return (*found.notes, *surplus)
+
+
 def read_as_gradient(attack: Any, seen: Observation[Any], made: Mapping[str, Any]) -> bool:
     """Return whether the weight change of several steps, or of several clients' steps, was read as one gradient's."""
     replayed = made["replayed"] and made["clients"] == 1  # what is replayed is one client with the whole batch
@@ -215,6 +235,7 @@ def flags(
     seen: Observation,
     made: Mapping[str, Any],
     attack: Any,
+    found: Reconstruction | None,
     scores: metrics.Scores,
     baseline: metrics.Scores,
     diagnosis: Diagnosis | None,
@@ -226,9 +247,11 @@ def flags(
         made: how the update was made ("dropout" rate, "defenses", local "steps", how many "clients" share it), and
             whether the attack "replayed" it.
         attack: the attack that was run.
+        found: what it returned; None when it failed.
     """
     raised = {
         "random-weights": model.spec.random_weights,
+        "surplus-guesses": found is not None and found.count > len(batch.ids),
         "truncated": batch.truncated > 0,
         "load-above-width": batch.tokens > model.width,
         "full-rank": shape is not None and shape.rank >= shape.width,

@@ -106,6 +106,7 @@ def image_flags(
     seen: Observation[ImageModel],
     made: Mapping[str, Any],
     attack: Any,
+    surplus: bool,
     scores: Scores,
     baseline: Scores,
     diagnosis: Diagnosis | None,
@@ -115,9 +116,11 @@ def image_flags(
     Args:
         made: how the update was made ("defenses", local "steps", "clients"), and whether the attack "replayed" it.
         attack: the attack that was run.
+        surplus: it returned more images than the batch has.
     """
     raised = {
         "random-weights": model.spec.random_weights,
+        "surplus-guesses": surplus,
         "defense-not-modeled": not all(
             modeled(attack, str(d["name"]), seen, made["clients"]) for d in made["defenses"]
         ),

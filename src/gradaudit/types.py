@@ -247,3 +247,8 @@ class Reconstruction:
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
     images: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many sentences or images were recovered."""
+        return len(self.sequences) if self.images is None else len(self.images)
