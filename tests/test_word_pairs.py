@@ -134,6 +134,8 @@ def test_pairs_are_read_again_as_they_were_and_damaged_ones_are_refused(made, tm
     again = disk.load_inverter(tmp_path / "again")
     assert torch.equal(again.pairs.keys, whole.pairs.keys)
     assert torch.equal(again.pairs.counts, whole.pairs.counts)
+    digest = disk.digest_of_inverter(tmp_path / "again")
+    assert digest == disk.digest_of_inverter(folder)
     path, tensors = tmp_path / "again" / PAIRS, load_file(tmp_path / "again" / PAIRS)
     for change, said in (
         ({"keys": tensors["keys"].flip(0)}, "no text has"),
@@ -144,6 +146,7 @@ def test_pairs_are_read_again_as_they_were_and_damaged_ones_are_refused(made, tm
         ({"keys": tensors["keys"].int()}, "does not hold"),
     ):
         save_file(tensors | change, path)
+        assert disk.digest_of_inverter(tmp_path / "again") != digest, "a run does not go on with another inverter"
         with pytest.raises(BadInputError, match=said):
             disk.load_inverter(tmp_path / "again")
     path.write_bytes(path.read_bytes()[:40])

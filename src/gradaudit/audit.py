@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,7 @@ from gradaudit.examples import Private
 from gradaudit.fitted_rows import refuse_seen
 from gradaudit.fitting import INVERTERS, Data, check_told, digest_of, fitted, public_text
 from gradaudit.judge import Judgment, diagnose, flags, judge, notes_of, sentence, spectrum
-from gradaudit.learned.inverter import WEIGHTS
+from gradaudit.learned.inverter import digest_of_inverter
 from gradaudit.learned.kept import learned_in
 from gradaudit.learned.simulated import Public
 from gradaudit.metrics import text as metrics
@@ -439,10 +438,8 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
 def _digests(ready: Prepared | PreparedImages) -> dict[str, str | None]:
     """Return hashes of what the attacker has: public data, and what it learned before; None where there is none."""
     public: Data | None = ready.public
-    learned, named = None, getattr(ready.attack, "inverter", "")
-    if named and (Path(named) / WEIGHTS).is_file():
-        with open(Path(named) / WEIGHTS, "rb") as file:
-            learned = hashlib.file_digest(file, "sha256").hexdigest()
+    named = getattr(ready.attack, "inverter", "")
+    learned = digest_of_inverter(Path(named)) if named else None
     return {"public_sha256": None if public is None else digest_of(public), "inverter_sha256": learned}
 
 

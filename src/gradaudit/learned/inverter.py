@@ -6,6 +6,7 @@ the file's header before anything is allocated.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from gradaudit.learned.features import Scaling, sizes_of
 from gradaudit.learned.hashing import Hash
 from gradaudit.learned.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.network import Network, NetworkShape
-from gradaudit.learned.word_pairs import WordPairs, load_pairs, save_pairs
+from gradaudit.learned.word_pairs import PAIRS, WordPairs, load_pairs, save_pairs
 from gradaudit.types import Loss, Observation, Task, UpdateKind
 
 P = TypeVar("P", bound="Plain")
@@ -259,6 +260,18 @@ def write_inverter(
             f"cannot write the inverter {folder} ({error}); make room or choose another folder"
         ) from None
     return folder
+
+
+def digest_of_inverter(folder: Path) -> str | None:
+    """Return the sha256 of all files that decide what an inverter reads; None where there is none."""
+    if not (folder / WEIGHTS).is_file():
+        return None
+    digest = hashlib.sha256()
+    for name in (WEIGHTS, MANIFEST, PAIRS):
+        if (folder / name).is_file():
+            with open(folder / name, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
