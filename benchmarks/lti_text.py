@@ -166,7 +166,7 @@ def defenses() -> list[Cell]:
     """Every attack under every defense; what learns first."""
     ours = [
         Cell(attack, defense, FEW)
-        for attack in ("layers-p", "layers", "layers-pieces", "layers-p-long")
+        for attack in ("layers-p", "layers", "layers-pieces", "layers-pairs", "layers-pieces-pairs", "layers-p-long")
         for defense in DEFENSES
     ]
     return ours + [
@@ -257,6 +257,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only these attacks, as lti,lti-p")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
+    for name in filter(None, given.only.split(",")):
+        if name not in ATTACKS:
+            parser.error(f"--only: '{name}' is none of {', '.join(ATTACKS)}")
     ready_process()
     device = pick_device(given.device)
     folder = given.out / "model"
