@@ -367,8 +367,9 @@ def test_the_word_table_is_left_out_and_nothing_else(load, family):
         without(seen_of(Client(model), batch_of(model, ["river"]), "word"), hidden)
 
 
+@pytest.mark.parametrize("attack", ["tag", "dlg"])
 @pytest.mark.parametrize(("start", "times"), [(1.0, 1.0), (0.25, 0.25), (0.0, None)])
-def test_tag_starts_as_wide_as_it_is_told(load, monkeypatch, start, times):
+def test_a_guess_starts_as_wide_as_it_is_told(load, monkeypatch, attack, start, times):
     model = load("bert")
     seen = seen_of(Client(model), batch_of(model, sentences((9, 9), 3)), given=Given(lengths=True))
     starts = []
@@ -379,7 +380,7 @@ def test_tag_starts_as_wide_as_it_is_told(load, monkeypatch, start, times):
             super().__init__(start, *rest)
 
     monkeypatch.setattr(harness, "Descent", Noted)
-    build("attack", "tag", {"steps": 1, "start": start})(seen, stream(0, "attack"))
+    build("attack", attack, {"steps": 1, "start": start})(seen, stream(0, "attack"))
     free = starts[0][0, :, 1:-1]
     expected = float(model.word_vectors().std()) if times is None else times
     assert float(free.std()) == pytest.approx(expected, rel=0.1)

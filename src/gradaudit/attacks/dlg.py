@@ -44,6 +44,12 @@ class Dlg(Attack):
     models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
+    start: float = hyper(
+        1.0,
+        "deviation of the Gaussian start; 0: that of the word table",
+        source="LAMP's harness; 0 is ours",
+        later=True,
+    )
     restarts: int = hyper(1, "independent starts, minimized together", source="LAMP, appendix: baselines")
     assumed_length: int = hyper(
         16, "sentence length when nothing tells it", unit="tokens", source="ours: the papers know lengths"
@@ -69,7 +75,7 @@ class Dlg(Attack):
     )
 
     def __post_init__(self) -> None:
-        self._at_least(0, "steps", "replayed_steps")
+        self._at_least(0, "steps", "replayed_steps", "start")
         self._at_least(1, "restarts", "assumed_length")
         if self.optimizer == "lbfgs" and self.keep_best:
             raise BadInputError("attack 'dlg': with L-BFGS the last point is returned; keep_best is Adam's")
@@ -95,6 +101,7 @@ class Dlg(Attack):
             replayed=self.replayed_steps,
             lbfgs=self.optimizer == "lbfgs",
             learn_labels=self.learn_labels,
+            start=self.start,
         )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
