@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,9 +123,23 @@ def test_text_that_goes_on_as_public_text_does_is_read_better(made):
             found.append(inverter.sentences(client.observe(batch, Selection("all"), Given(), stream(n, "client")))[0])
         return float((torch.tensor(found) == rows.roll(other, 0)).float().mean())
 
+    assert float(whole.pairs.counts.sum()) == 380 * (LENGTH - 1), "what is held out is not counted"
     without = disk.Inverter(whole.manifest, whole.network, whole.scaling)
     assert right(whole) > right(without) + 0.05
+    silent = disk.Inverter(
+        whole.manifest.model_copy(update={"pairs_weight": 0.0}), whole.network, whole.scaling, whole.pairs
+    )
+    assert right(silent) == right(without)
     assert right(whole, 1) < 0.35, "another window's update tells little more than how often words occur"
+
+
+def test_pairs_that_weigh_nothing_are_not_kept(made, tmp_path, monkeypatch):
+    client, attack, _, rows = made
+    monkeypatch.setattr(word_pairs, "WEIGHTS", (0.0,))
+    public = Public(rows, torch.ones_like(rows, dtype=torch.bool), None, "made up")
+    fit(replace(attack, inverter="", epochs=1), client, Selection("all"), public, 1, 0, tmp_path)
+    assert disk.load_inverter(tmp_path).pairs is None
+    assert not (tmp_path / PAIRS).exists()
 
 
 def test_pairs_are_read_again_as_they_were_and_damaged_ones_are_refused(made, tmp_path):
