@@ -255,11 +255,15 @@ def main() -> None:
     parser.add_argument("--some", type=int, default=20, help=f"the same of {' and '.join(SOME)}")
     parser.add_argument("--slow", type=int, default=10, help=f"the same of {' and '.join(SLOW)}")
     parser.add_argument("--only", default="", help="only these attacks, as lti,lti-p")
+    parser.add_argument("--under", default="", help="only under these defenses, as none,sign")
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     for name in filter(None, given.only.split(",")):
         if name not in ATTACKS:
             parser.error(f"--only: '{name}' is none of {', '.join(ATTACKS)}")
+    for name in filter(None, given.under.split(",")):
+        if name not in DEFENSES:
+            parser.error(f"--under: '{name}' is none of {', '.join(DEFENSES)}")
     ready_process()
     device = pick_device(given.device)
     folder = given.out / "model"
@@ -275,6 +279,8 @@ def main() -> None:
         lines = []
         for cell in GROUPS[group]():
             if given.only and cell.attack not in given.only.split(","):
+                continue
+            if given.under and cell.defense not in given.under.split(","):
                 continue
             count = given.slow if cell.attack in SLOW else given.some if cell.attack in SOME else given.windows
             case = parse_case(cell.case(given.data, folder, count))
