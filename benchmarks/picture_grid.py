@@ -22,11 +22,12 @@ from vision import ATTACKS, DEFENSES
 
 from gradaudit.audit import IMAGES, prepare, run
 from gradaudit.case import parse_case
+from gradaudit.errors import AuditError
 from gradaudit.metrics.summary import summarize
 from gradaudit.process import ready_process
 from gradaudit.record import Pictures, Record
 
-ROWS = {"ig": "ig", "gigip": "gigip", "lti-images": "lti-kernel", "refined": "lti-refined"}
+ROWS = {"blind": "blind", "ig": "ig", "gigip": "gigip", "lti-images": "lti-kernel", "refined": "lti-refined"}
 """What a row is called, and what it is in the table."""
 SIDE, GAP, MARGIN, HEAD = 40, 4, 92, 22
 """Pixels: of an image, between images, left of them, above them."""
@@ -78,7 +79,7 @@ def grid(out: Path, errors: dict[tuple[str, str], float]) -> Image.Image:
             top = HEAD + row * high
             if column == 0:
                 pen.text((6, top + SIDE // 2 - 6), name, fill="black")
-            shown = pictures(out / f"{attack or 'ig'}-{defense.replace(' ', '-')}")
+            shown = pictures(out / f"{attack or 'blind'}-{defense.replace(' ', '-')}")
             for n, (original, recovered) in enumerate(shown):
                 one = original if attack is None else recovered
                 if one is not None:
@@ -102,7 +103,10 @@ def main() -> None:
     for attack in ROWS.values():
         for defense in DEFENSES:
             given: tuple[Any, ...] = (asked.data, asked.images, asked.public, asked.out)
-            summary = summarize(cell(attack, defense, *given))[0]
+            try:
+                summary = summarize(cell(attack, defense, *given))[0]
+            except AuditError as error:
+                parser.error(str(error))
             errors[attack, defense] = summary.scores["mse"].mean or 0.0
             print(f"{attack}, {defense}: MSE {errors[attack, defense]:.4f}, {summary.seconds:.1f} s", flush=True)
     asked.write.parent.mkdir(parents=True, exist_ok=True)

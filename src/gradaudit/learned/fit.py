@@ -1,10 +1,9 @@
-"""Fitting an inverter: public updates are simulated, hashed and learned from."""
+"""Fitting an inverter of text: what is shown and what is held out, who reads, and what word pairs add."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,18 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
-from gradaudit.learned.features import Examples, Scaling, hashed, noised, scaling_of, sizes_of
+from gradaudit.learned.features import Examples, sizes_of
 from gradaudit.learned.hashing import Hash
-from gradaudit.learned.inverter import Inverter, Target, new_manifest
+from gradaudit.learned.inverter import Inverter, Target
 from gradaudit.learned.layered_fit import fit_by_layers
-from gradaudit.learned.network import Network, NetworkShape, hits, loss_of
+from gradaudit.learned.lesson import Lesson
+from gradaudit.learned.network_fit import fit_network
 from gradaudit.learned.plan import Plan
-from gradaudit.learned.simulated import Public, Simulation, drawn_like
-from gradaudit.learned.training import Recipe, train
+from gradaudit.learned.simulated import Public, Simulation
 from gradaudit.learned.word_pairs import count_pairs, weigh
-from gradaudit.learned.words import begin_with_words, classes_of, word_vectors
+from gradaudit.learned.words import classes_of
 from gradaudit.models.base import TextModel
 from gradaudit.streams import draw_seed, stream
-
-RATES = (1e-3, 1e-4, 1e-5)
-"""Learning rates that are tried where none is given (LTI, section 4.1)."""
-_SCALED = 1024
-"""Updates that the scaling of the inputs is taken from."""
 
 
 def fit_inverter(
@@ -68,20 +62,20 @@ def fit_inverter(
     held_out = public.take(order[: held * size])
     shown = public.take(order[held * size : (held + kept) * size])
     hash_seed = draw_seed(stream(seed, "hash"))
-    if plan.layers:
-        found = fit_by_layers(simulation, shown, held_out, target, model, plan, hash_seed, about, public, folder, seed)
-    else:
-        found = _fit_network(simulation, shown, held_out, target, model, plan, hash_seed, about, public, folder, seed)
-    return _with_pairs(found, simulation, shown, held_out, seed) if plan.pairs else found
+    lesson = Lesson(simulation, public, shown, held_out, target, model, plan, about, folder, hash_seed, seed)
+    found = fit_by_layers(lesson) if plan.layers else fit_network(lesson)
+    return _with_pairs(found, lesson) if plan.pairs else found
 
 
-def _with_pairs(found: Inverter, simulation: Simulation, shown: Public, held_out: Public, seed: int) -> Inverter:
+def _with_pairs(found: Inverter, lesson: Lesson) -> Inverter:
     """Return an inverter that weighs what it reads by word pairs, where that reads more of what was held out."""
     about = found.manifest
     size = about.target.batch_size
     hash_ = Hash(sizes_of(about.target.tensors), about.bins, about.hash_seed, about.signed, about.apart)
-    pairs = count_pairs(classes_of(shown, about.vocabulary, size), about.classes)
-    examples = Examples(simulation, hash_, held_out, size, stream(seed, "pairs"), "lti: weighing word pairs")
+    pairs = count_pairs(classes_of(lesson.shown, about.vocabulary, size), about.classes)
+    examples = Examples(
+        lesson.simulation, hash_, lesson.held_out, size, stream(lesson.seed, "pairs"), "lti: weighing word pairs"
+    )
 
     def read() -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, len(examples), 64):
@@ -93,130 +87,3 @@ def _with_pairs(found: Inverter, simulation: Simulation, shown: Public, held_out
         return found
     said = {"pairs": len(pairs.keys), "pairs_weight": weight, "accuracy": right}
     return replace(found, manifest=about.model_copy(update=said), pairs=pairs)
-
-
-def _fit_network(
-    simulation: Simulation,
-    shown: Public,
-    held_out: Public,
-    target: Target,
-    model: TextModel,
-    plan: Plan,
-    hash_seed: int,
-    about: Mapping[str, Any],
-    public: Public,
-    folder: Path | None,
-    seed: int,
-) -> Inverter:
-    """Return an inverter by LTI's network; see `fit_inverter` and `fit_by_layers`."""
-    size, vocabulary = target.batch_size, model.vocabulary_size
-    kept = len(shown) // size
-    hash_ = Hash(sizes_of(target.tensors), plan.bins, hash_seed, plan.signed)
-    checked = Examples(simulation, hash_, held_out, size, stream(seed, "validation"), "lti: validation")
-    source: _Source = (
-        _Drawn(simulation, hash_, shown, plan, size, model.special.ids, stream(seed, "drawn"))
-        if plan.pseudo
-        else _Shown(simulation, hash_, shown, plan, size, stream(seed, "shown"))
-    )
-    ends = not bool(public.mask.all())
-    shape = NetworkShape(plan.bins, plan.bottleneck, plan.width, size, public.ids.shape[1], vocabulary + ends)
-    scaling = scaling_of(torch.cat([source(-1 - n)[0] for n in range(-(-min(_SCALED, 16 * kept) // plan.batch))]))
-
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        values, texts = source(step)
-        return scaling(values), classes_of(texts, vocabulary, size)
-
-    def validate(network: Network) -> float:
-        return accuracy(network, scaling, checked, vocabulary)
-
-    steps = plan.epochs * -(-kept // plan.batch)
-    every = max(1, min(steps // 20, 500))
-
-    def trained(rate: float, most: int, checkpoint: Path | None, what: str) -> tuple[Network, float, int]:
-        network = Network(shape, stream(seed, "weights")).to(public.ids.device)
-        if plan.own_words:
-            begin_with_words(network.shared, word_vectors(model, plan.width), shown)
-        recipe = Recipe(most, rate, plan.decay, min(every, most), plan.patience)
-        loss = partial(loss_of, squared=plan.squared)
-        found = train(network, batch, validate, recipe, checkpoint, what, loss)
-        return network, found.score, found.steps
-
-    rate = plan.learning_rate
-    checkpoint = None if folder is None else folder / "checkpoint.safetensors"
-    if not rate:
-        tries = {r: trained(r, min(plan.trial, steps), None, f"lti: trying a rate of {r:g}")[1] for r in RATES}
-        rate = max(tries, key=lambda r: tries[r])
-    network, right, taken = trained(rate, steps, checkpoint, "lti: training")
-    manifest = new_manifest(
-        target=target,
-        bins=plan.bins,
-        hash_seed=hash_.seed,
-        signed=plan.signed,
-        bottleneck=plan.bottleneck,
-        width=plan.width,
-        length=shape.length,
-        classes=shape.classes,
-        vocabulary=vocabulary,
-        ends=ends,
-        attack={**about, "learning_rate": rate},
-        public=public.where,
-        texts=len(public),
-        steps=taken,
-        accuracy=right,
-    )
-    return Inverter(manifest, network.requires_grad_(False).eval(), scaling)
-
-
-@torch.no_grad()
-def accuracy(network: Network, scaling: Scaling, examples: Examples, vocabulary: int) -> float:
-    """Return the share (0 to 100) of positions read right in examples."""
-    right, count = 0.0, len(examples)
-    for start in range(0, count, 64):
-        some = torch.arange(start, min(start + 64, count))
-        values, texts = examples(some, start)
-        targets = classes_of(texts, vocabulary, examples.size)
-        right += hits(network(scaling(values)), targets) * len(some)
-    return right / count
-
-
-class _Shown:
-    """Batches of the public text, shuffled every epoch."""
-
-    def __init__(
-        self, simulation: Simulation, hash_: Hash, texts: Public, plan: Plan, size: int, rng: torch.Generator
-    ) -> None:
-        self._seed, self._batch = draw_seed(rng), plan.batch
-        self._examples = Examples(simulation, hash_, texts, size, rng, "lti: simulating updates")
-
-    def __call__(self, step: int) -> tuple[Tensor, Public]:
-        count = len(self._examples)
-        each = -(-count // self._batch)
-        epoch, place = divmod(step, each)
-        order = torch.randperm(count, generator=stream(self._seed, "order", epoch))
-        return self._examples(order[place * self._batch : (place + 1) * self._batch], step)
-
-
-class _Drawn:
-    """Batches of words drawn from the public text (LTI-P), fresh every step."""
-
-    def __init__(
-        self,
-        simulation: Simulation,
-        hash_: Hash,
-        texts: Public,
-        plan: Plan,
-        size: int,
-        special: Collection[int],
-        rng: torch.Generator,
-    ) -> None:
-        self._simulation, self._hash, self._texts = simulation, hash_, texts
-        self._seed, self._count, self._size = draw_seed(rng), plan.batch * size, size
-        self._special, self._piece = special, plan.piece
-
-    def __call__(self, step: int) -> tuple[Tensor, Public]:
-        rng = stream(self._seed, "step", step)
-        texts = drawn_like(self._texts, self._count, self._special, rng, self._piece)
-        return noised(hashed(self._simulation, self._hash, texts, self._size, rng), self._hash, rng), texts
-
-
-_Source = _Shown | _Drawn

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,11 @@ from gradaudit.learned.features import hashed, noised, scaling_of, sizes_of
 from gradaudit.learned.hashing import Hash
 from gradaudit.learned.inverter import Inverter, Target, new_manifest
 from gradaudit.learned.layers import LayeredNetwork, LayeredShape, Reader
+from gradaudit.learned.lesson import Lesson
 from gradaudit.learned.network import hits, loss_of
 from gradaudit.learned.plan import Plan
 from gradaudit.learned.ridge import fit_ridge
-from gradaudit.learned.simulated import Public, Simulation, drawn_like
+from gradaudit.learned.simulated import Public, drawn_like
 from gradaudit.learned.training import Recipe, train
 from gradaudit.learned.words import begin_with_words, classes_of, word_vectors
 from gradaudit.models.base import TextModel
@@ -47,31 +47,14 @@ class _Told:
     classes: Tensor
 
 
-def fit_by_layers(
-    simulation: Simulation,
-    shown: Public,
-    held_out: Public,
-    target: Target,
-    model: TextModel,
-    plan: Plan,
-    hash_seed: int,
-    about: Mapping[str, Any],
-    public: Public,
-    folder: Path | None,
-    seed: int,
-) -> Inverter:
-    """Return an inverter that reads by layers; see `fit_inverter`.
-
-    Args:
-        simulation, target, model, plan, about, folder: as there.
-        shown, held_out: the parts of the public text that are learned from and chosen by.
-        hash_seed: of the hash.
-        public: all of it.
-        seed: of weights, order and simulation.
+def fit_by_layers(lesson: Lesson) -> Inverter:
+    """Return an inverter that reads by layers.
 
     Raises:
         BadInputError: batches of several sentences, or a linear guess that does not fit into memory.
     """
+    simulation, target, model, plan = lesson.simulation, lesson.target, lesson.model, lesson.plan
+    public, shown, seed = lesson.public, lesson.shown, lesson.seed
     if target.batch_size > 1:
         raise BadInputError(
             "attack 'lti': learner = \"layers\" reads one sentence by its positions; several share them: use learner = "
@@ -90,7 +73,7 @@ def fit_by_layers(
             "share, references or width"
         )
     ends = not bool(public.mask.all())
-    hash_ = Hash(sizes_of(target.tensors), inputs, hash_seed, plan.signed, apart)
+    hash_ = Hash(sizes_of(target.tensors), inputs, lesson.hash_seed, plan.signed, apart)
     shape = LayeredShape(inputs, own // length, plan.bottleneck, width, length, vocabulary + ends)
     network = LayeredNetwork(shape, stream(seed, "weights"))
     network.reader.to(device)
@@ -134,18 +117,18 @@ def fit_by_layers(
         return _Told(torch.cat(done), classes_of(texts, vocabulary, 1))
 
     learned = every(texts, few, "shown", [last])
-    checked = every(held_out, 0, "validation", [])
+    checked = every(lesson.held_out, 0, "validation", [])
     begin_with_words(network.reader.shared, known, texts)
 
     def told_in(epoch: int) -> _Told:
         return every(shown_in(epoch), 0, f"shown in {epoch}", []) if epoch and plan.pseudo else learned
 
-    found, right = _train(network.reader, told_in, len(shown), checked, plan, folder, seed)
+    found, right = _train(network.reader, told_in, len(shown), checked, plan, lesson.folder, seed)
     manifest = new_manifest(
         learner="layers",
         target=target,
         bins=inputs,
-        hash_seed=hash_seed,
+        hash_seed=lesson.hash_seed,
         signed=plan.signed,
         apart=apart,
         bottleneck=plan.bottleneck,
@@ -154,7 +137,7 @@ def fit_by_layers(
         classes=shape.classes,
         vocabulary=vocabulary,
         ends=ends,
-        attack=dict(about),
+        attack=dict(lesson.about),
         public=public.where,
         texts=len(public),
         steps=found,
@@ -179,7 +162,7 @@ def _train(
         told_in: what is learned from in an epoch.
         count: updates of an epoch.
         checked: held-out public text.
-        plan, folder, seed: see `fit_by_layers`.
+        plan, folder, seed: see `Lesson`.
     """
     each = -(-count // plan.batch)
     steps = plan.epochs * each
