@@ -124,7 +124,7 @@ class Cell:
         } | ({"public": public} if attack["name"] == "lti" else {})
 
 
-def make_model(data: Path, folder: Path) -> None:
+def make_model(data: Path, folder: Path, deviation: float) -> None:
     """Write LTI's target: GPT-2's shape at its sizes, and GPT-2's tokenizer cut to the public split's frequent tokens.
 
     Tokens are taken by their frequency in the public split, each with the pieces that it is merged from, until there
@@ -158,7 +158,7 @@ def make_model(data: Path, folder: Path) -> None:
     GPT2Config(
         vocab_size=len(ids), n_positions=LENGTH, n_embd=96, n_layer=3, n_head=8, n_inner=1536,
         activation_function="relu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
-        bos_token_id=0, eos_token_id=0,
+        bos_token_id=0, eos_token_id=0, initializer_range=deviation,
     ).save_pretrained(folder)  # fmt: skip
 
 
@@ -184,9 +184,9 @@ def rows() -> list[Cell]:
 GROUPS = {"defenses": defenses, "rows": rows}
 SETTING = (
     f"Windows of {LENGTH} tokens of WikiText-2: private ones of {PRIVATE}, public ones of {PUBLIC}, which share no "
-    "eight tokens in a row with a private one. Target: 3 blocks, width 96, random weights (deviation 0.02), pre-norm, "
-    f"causal, {WORDS} of GPT-2's tokens that are frequent in the public split; word embedding and output layer frozen, "
-    "next-token loss, B = 1. Failures count 0; accuracy is by position. LTI's network: "
+    "eight tokens in a row with a private one. Target: 3 blocks, width 96, random weights (deviation {deviation}), "
+    f"pre-norm, causal, {WORDS} of GPT-2's tokens that are frequent in the public split; word embedding and output "
+    "layer frozen, next-token loss, B = 1. Failures count 0; accuracy is by position. LTI's network: "
     f"{json.dumps(NET)}; by layers: {json.dumps(LAYERS)}. "
     "Published: LTI's own table: 50,257 tokens, bins 10% of the size, more text, more epochs."
 )
@@ -256,6 +256,12 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=10, help=f"the same of {' and '.join(SLOW)}")
     parser.add_argument("--only", default="", help="only these attacks, as lti,lti-p")
     parser.add_argument("--under", default="", help="only under these defenses, as none,sign")
+    parser.add_argument(
+        "--deviation",
+        type=float,
+        default=0.02,
+        help="of the target's random weights; GPT-2's (PyTorch's own: .06 to .1)",
+    )
     parser.add_argument("--device", default="auto")
     given = parser.parse_args()
     for name in filter(None, given.only.split(",")):
@@ -266,8 +272,9 @@ def main() -> None:
             parser.error(f"--under: '{name}' is none of {', '.join(DEFENSES)}")
     ready_process()
     device = pick_device(given.device)
-    folder = given.out / "model"
-    make_model(given.data, folder)
+    folder = given.out / ("model" if given.deviation == 0.02 else f"model-{given.deviation:g}")
+    make_model(given.data, folder, given.deviation)
+    setting = SETTING.replace("{deviation}", f"{given.deviation:g}")
     about = f"Made by `{command()}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s)."
     loaded: TransformersModel | None = None
     for group in given.groups:
@@ -301,7 +308,7 @@ def main() -> None:
             seconds = float(note.read_text()) if note.exists() else None
             lines.append(row(cell, records, seconds))
             print(lines[-1], flush=True)
-            write_table(given.write / f"{group}.md", f"{about} {SETTING}", "\n".join([HEADER, *lines]))
+            write_table(given.write / f"{group}.md", f"{about} {setting}", "\n".join([HEADER, *lines]))
 
 
 if __name__ == "__main__":

@@ -372,3 +372,20 @@ def test_a_run_keeps_pixels_apart_and_its_generator(tmp_path: Path):
         assert record.scores["mse"] == pytest.approx(mean(m.mse for m in record.images))
     again = list(audit.run(ready, tmp_path / "out"))
     assert again == records, "what is finished is not run again"
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_the_best_of_many_images_is_flagged_and_what_was_matched_is_diagnosed(more, tmp_path: Path, monkeypatch):
+    table = {"task": "image-classification", "model": "lenet", "data": {"batches": 1, "batch_size": 2},
+             "attack": {"name": "ig"}}  # fmt: skip
+    ready = audit.prepare(parse_case(table), tmp_path, torch.device("cpu"))
+    batch = ready.rows.batch(ready.batches[0])
+    other = torch.full((more, *batch.images.shape[1:]), torch.nan)
+    other[1:] = 0.5
+    many = Reconstruction(images=torch.cat([other, batch.images]), labels=(*[0] * more, *batch.labels.tolist()))
+    monkeypatch.setattr(type(ready.attack), "run", lambda self, seen, rng: many)
+    [record] = audit.run(ready, tmp_path / "out")
+    assert ("surplus-guesses" in record.flags) == (more > 0)
+    assert record.scores["mse"] == 0
+    assert record.diagnosis.verdict == "solved"
+    assert record.diagnosis.guess == pytest.approx(0, abs=1e-6)

@@ -90,11 +90,17 @@ def diagnose_images(
     """
     client = Client(model)
     truth = update_distance(client, batch, seen)
+    nothing = Diagnosis(truth=truth, guess=None, verdict="no guess")
     if found.images is None or len(found.images) == 0:
-        return Diagnosis(truth=truth, guess=None, verdict="no guess")
-    known = found.labels if found.labels is not None else tuple(batch.labels.tolist())
-    labels = torch.tensor([known[i % len(known)] for i in range(len(found.images))])
-    guess = update_distance(client, ImageBatch(found.images.cpu(), labels), seen)
+        return nothing
+    images, known = found.images.cpu(), found.labels if found.labels is not None else tuple(batch.labels.tolist())
+    places = list(range(len(images)))
+    if len(images) > len(batch):  # as in the scores, those that were held against an original
+        places = sorted(p.at for p in align_images(batch.images.cpu(), images) if p.at is not None)
+    if not places:
+        return nothing
+    labels = torch.tensor([known[at % len(known)] for at in places])
+    guess = update_distance(client, ImageBatch(images[places], labels), seen)
     verdict: Literal["solved", "optimizer failed", "objective failed"]
     verdict = "solved" if alike else "optimizer failed" if truth < guess else "objective failed"
     return Diagnosis(truth=truth, guess=guess, verdict=verdict)

@@ -32,11 +32,12 @@ IMAGE_METRICS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class ImagePair:
-    """An original with its guess (None: nothing was recovered for it), and their scores."""
+    """An original with its guess (None: nothing was recovered for it), its place among the guesses, and scores."""
 
     original: Tensor
     guess: Tensor | None
     scores: Scores
+    at: int | None = None
 
 
 def align_images(originals: Tensor, guesses: Tensor | None, perceptual: Perceptual | None = None) -> list[ImagePair]:
@@ -58,13 +59,15 @@ def align_images(originals: Tensor, guesses: Tensor | None, perceptual: Perceptu
             f"recovered images have the shape {tuple(guesses.shape[1:])}, the originals {tuple(originals.shape[1:])}"
         )
     found = originals[:0] if guesses is None else guesses.detach().to(originals).clamp(0, 1)
-    found = found[found.flatten(1).isfinite().all(1)] if len(found) else found
+    valid = found.flatten(1).isfinite().all(1).nonzero().flatten().tolist() if len(found) else []
+    found = found[valid]
     errors = (originals[:, None] - found[None]).square().flatten(2).mean(2)
     pairing = assign([[-float(e) for e in row] for row in errors]) if len(found) else [None] * len(originals)
     given = [None if at is None else found[at] for at in pairing]
     shown = torch.stack([farthest(o) if g is None else g for o, g in zip(originals, given, strict=True)])
     table = image_scores(originals, shown, perceptual)
-    return [ImagePair(o, g, s) for o, g, s in zip(originals, given, table, strict=True)]
+    places = [None if at is None else valid[at] for at in pairing]
+    return [ImagePair(*row) for row in zip(originals, given, table, places, strict=True)]
 
 
 def farthest(original: Tensor) -> Tensor:
