@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import tiny_models
+from gradaudit import cli
 from gradaudit.models.transformers import TransformersModel
 
 torch.set_num_threads(1)
@@ -36,3 +38,21 @@ def load(folders: dict[str, Path]) -> Loader:
         return made[key]
 
     return loader
+
+
+@pytest.fixture
+def gradaudit(monkeypatch, capsys):
+    """Run the program in this process; returns (exit code, standard output, standard error)."""
+
+    def runner(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gradaudit", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "400")
+        monkeypatch.setattr(cli.err, "_width", 400)
+        monkeypatch.setattr(cli.out, "_width", 400)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err + printed.out
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return runner

@@ -21,24 +21,6 @@ SCORES = {"rouge1", "rouge2", "rougeL", "token_accuracy", "exact"}
 
 
 @pytest.fixture
-def gradaudit(monkeypatch, capsys):
-    """Run the program in this process; returns (exit code, standard output, standard error)."""
-
-    def runner(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gradaudit", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "400")
-        monkeypatch.setattr(cli.err, "_width", 400)
-        monkeypatch.setattr(cli.out, "_width", 400)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err + printed.out
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return runner
-
-
-@pytest.fixture
 def case(folders, tmp_path: Path) -> Path:
     rows = tmp_path / "rows.csv"
     texts = tiny_models.sentences([4, 3, 5, 4], seed=3)

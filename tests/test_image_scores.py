@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from gradaudit import audit
 from gradaudit.case import parse_case
-from gradaudit.judge_images import judge_images, png
+from gradaudit.judge_images import judge_images
 from gradaudit.metrics.images import MOST_DB, align_images, farthest, image_scores
 from gradaudit.metrics.summary import interval, summarize
+from gradaudit.png import png
 from gradaudit.record import ImageMarks, Pictures, Record
 from gradaudit.report.render import render
 from gradaudit.report.verdict import verdict

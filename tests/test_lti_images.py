@@ -14,11 +14,13 @@ from scipy.stats import ks_2samp
 from typer.testing import CliRunner
 
 from gradaudit.attacks.lti_images import LtiImages
+from gradaudit.bundle import save_bundle
 from gradaudit.cli import app
 from gradaudit.client import Client, observation
 from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.source import DataSpec
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
+from gradaudit.examine import examine
 from gradaudit.fitting import fit
 from gradaudit.judge_images import judge_images
 from gradaudit.learned.image_inverter import load_image_inverter
@@ -26,6 +28,7 @@ from gradaudit.learned.image_network import in_slots
 from gradaudit.learned.kernel import Kernel, distances, fit_kernel
 from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import ImageModel, load_image_model
+from gradaudit.png import png
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.simulate_images import ImageSimulation
@@ -196,6 +199,22 @@ def test_a_saved_inverter_reads_the_same_and_refuses_what_it_was_not_made_for(di
     save_file(tensors | {name: torch.cat([tensors[name], tensors[name]])}, path)
     with pytest.raises(BadInputError, match="does not hold the network"):
         load_image_inverter(tmp_path / "inverter")
+
+
+def test_a_saved_inverter_reads_a_bundle_as_the_update_it_was_made_of(digits, public, model, tmp_path):
+    client, batch = Client(model), digits.batch((0,))
+    attack = fitted(LtiImages(learner="kernel"), client, public, tmp_path / "inverter")
+    direct = attack(seen_of(client, batch), stream(0, "attack")).images
+    how = [f"inverter={tmp_path / 'inverter'}"]
+    other = Client(load_image_model(ModelSpec("lenet", "image-classification", 10, 1, image=(1, 8, 8))))
+    for sender, folder in ((client, tmp_path / "own"), (other, tmp_path / "other")):
+        update = sender.update(batch, stream(0, "client"))
+        save_bundle(folder, sender.model, update, sender.knowledge(batch, update, Given()))
+    found = examine(tmp_path / "own", "lti-images", how, "all", None, 0, torch.device("cpu"))
+    assert direct is not None
+    assert found.images == (png(direct[0]),)
+    with pytest.raises(NotSupportedError, match="made for other weights"):
+        examine(tmp_path / "other", "lti-images", how, "all", None, 0, torch.device("cpu"))
 
 
 def test_run_fits_it_by_itself_and_fit_makes_one_for_later(tmp_path):

@@ -9,59 +9,39 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 import gradaudit
+from gradaudit.bundle_model import ModelEntry, load_bundle_model
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
-from gradaudit.models.base import ModelSpec, TextModel
+from gradaudit.models.base import Model
+from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.models.zoo import load_model, whole_shapes
+from gradaudit.models.zoo import whole_shapes
 from gradaudit.registry import build
 from gradaudit.selection import Selection
-from gradaudit.types import Knowledge, LocalTraining, Loss, Observation, Task, Update, UpdateKind
+from gradaudit.types import Knowledge, LocalTraining, Observation, Update, UpdateKind
 
-MANIFEST, TENSORS, MODEL = "manifest.json", "update.safetensors", "model"
+MANIFEST, TENSORS = "manifest.json", "update.safetensors"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _LARGEST_MANIFEST = 16 << 20
 MOST_EXAMPLES = 4096
 """Of a batch that a manifest may name: attacks make room for each before they look at the update."""
 
 
-class _Plain(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelEntry(_Plain):
-    """Which model the update belongs to.
-
-    Args:
-        name: embedded name, hub id, folder; for a captured model a title only.
-        inside: True when the weights lie in the bundle's own folder "model".
-        fingerprint: sha256 of all weights at which the update was made.
-    """
-
-    name: str
-    task: Task
-    labels: int = Field(ge=1, le=100_000)
-    loss: Loss = "cross-entropy"
-    seed: int = 0
-    layers: int | None = None
-    inside: bool = False
-    fingerprint: str
-
-
-class Manifest(_Plain):
+class Manifest(BaseModel):
     """`manifest.json`: what the tensors are, how they were made, and what an attacker is given beside them."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal[1] = 1
     program: str
     made: str
@@ -85,11 +65,11 @@ class Bundle:
     """A checked bundle: its manifest, model and tensors."""
 
     manifest: Manifest
-    model: TransformersModel
+    model: TransformersModel | ImageModel
     tensors: dict[str, Tensor]
     findings: tuple[Finding, ...]
 
-    def observation(self, selection: Selection) -> Observation:
+    def observation(self, selection: Selection) -> Observation[Model]:
         """Return what an attack may see of it."""
         tensors, views = selection.take(self.model, self.tensors)
         known = read_knowledge(self.manifest.knowledge)
@@ -108,7 +88,7 @@ class Bundle:
 
 def save_bundle(
     folder: Path,
-    model: TextModel,
+    model: Model,
     update: Update,
     knowledge: Knowledge,
     *,
@@ -149,6 +129,7 @@ def save_bundle(
                 loss=spec.loss,
                 seed=spec.seed,
                 layers=spec.layers,
+                image=spec.image,
                 inside=inside,
                 fingerprint=fingerprint or model.fingerprint(),
             ),
@@ -184,7 +165,7 @@ def load_bundle(
         raise BadInputError(
             f"{folder / TENSORS} does not hold the tensors that {MANIFEST} lists; the bundle is damaged"
         )
-    loaded = _load_model(folder, manifest, device, model, blocks)
+    loaded = load_bundle_model(folder, manifest.model, (folder / TENSORS).stat().st_size, device, model, blocks)
     if blocks is not None:
         strange = _misfits(whole_shapes(loaded.spec), shapes)
         if strange:
@@ -232,7 +213,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadInputError(f"{path} is not a manifest ({'.'.join(map(str, first['loc']))}: {first['msg']})") from None
 
 
-def fit(model: TextModel, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+def fit(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
     """Return what does not fit between an update's tensors and a model, by names and shapes alone.
 
     Args:
@@ -267,7 +248,7 @@ def _misfits(parameters: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tup
     return findings
 
 
-def preflight(model: TextModel, tensors: Mapping[str, Tensor]) -> list[Finding]:
+def preflight(model: Model, tensors: Mapping[str, Tensor]) -> list[Finding]:
     """Return everything about an update that does not fit its model or cannot be attacked.
 
     Args:
@@ -357,43 +338,6 @@ def _strange_defense(known: Knowledge) -> str:
 def _told(folder: Path, findings: list[Finding]) -> str:
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     return f"the update in {folder} cannot be attacked: {findings[0].text}{more}"
-
-
-def _load_model(
-    folder: Path, manifest: Manifest, device: torch.device | None, other: str | None, blocks: int | None
-) -> TransformersModel:
-    entry = manifest.model
-    spec = ModelSpec(entry.name, entry.task, entry.labels, entry.seed, entry.layers, loss=entry.loss, loaded=blocks)
-    if other is not None:
-        return load_model(replace(spec, name=other), device)
-    if not entry.inside:
-        return load_model(spec, device)
-    own = folder / MODEL
-    if not own.is_dir():
-        raise BadInputError(f"{folder} says that its model is inside, and has no folder '{MODEL}'")
-    _check_size(own)
-    return load_model(replace(spec, name=str(own)), device)
-
-
-def _check_size(folder: Path) -> None:
-    """Refuse a model folder whose configuration asks for far more memory than its weights fill."""
-    from transformers import AutoConfig, AutoModel
-
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        if int(config.num_hidden_layers) > 1000:
-            raise ValueError(f"{config.num_hidden_layers} layers")
-        with torch.device("meta"):
-            model = AutoModel.from_config(config, trust_remote_code=False)
-        asked = sum(p.numel() * p.element_size() for p in model.parameters())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInputError(f"the model in {folder} cannot be read ({said})") from None
-    if asked > 4 * stored + (1 << 20):
-        raise BadInputError(
-            f"the model in {folder} is configured for {asked >> 20} MiB and stores {stored >> 20} MiB; not loaded"
-        )
 
 
 def _read_header(path: Path) -> dict[str, tuple[int, ...]]:

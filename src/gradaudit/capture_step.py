@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradaudit.bundle import MODEL, save_bundle
+from gradaudit.bundle import save_bundle
+from gradaudit.bundle_model import MODEL, WEIGHTS
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import ModelSpec
+from gradaudit.models.images import IMAGE_MODELS, ImageModel, LeNet, ResNet
 from gradaudit.models.state import fingerprint_of
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.types import Knowledge, LocalTraining, Task, Update
+
+ARCHITECTURES: dict[type[nn.Module], str] = {LeNet: "lenet", ResNet: "resnet"}
+"""Modules of images that can be captured, with the name that makes them anew."""
 
 
 @dataclass
@@ -26,13 +33,15 @@ class Capture:
 
     Args:
         steps: optimizer steps taken inside the block.
-        sentences: rows of `input_ids` passed through the model in training.
+        sentences: rows of `input_ids`, or images, passed through the model in training.
+        shape: channels, height and width of the images; None of text.
         dropout: the model was in training mode when it ran.
     """
 
     steps: int = 0
     sentences: int = 0
     dropout: bool = False
+    shape: tuple[int, int, int] | None = None
     gradient: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
 
@@ -41,7 +50,7 @@ def capture(
     model: Any,
     folder: str | Path,
     *,
-    tokenizer: Any,
+    tokenizer: Any = None,
     what: Literal["gradient", "delta"] = "gradient",
     training: LocalTraining | None = None,
     sentences: int | None = None,
@@ -60,19 +69,22 @@ def capture(
     attacker in a federated training has them. The batch does not; only its number of sentences does.
 
     Args:
-        model: a transformers model for sequence classification or causal language modeling.
+        model: a transformers model for sequence classification or causal language modeling, or a `LeNet` or `ResNet`
+            of `gradaudit.models.images`, which takes images in 0 to 1.
         folder: where the bundle goes.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer; None for a model of images.
         what: "gradient" (FedSGD), or "delta": the weight change over all steps of the block (FedAvg).
         training: for "delta", how the steps were made, when the attacker is to know it.
-        sentences: for "delta", how many sentences they were made on, when the attacker is to know it; for a gradient
-            they are counted (several passes over a batch would count it several times).
+        sentences: for "delta", how many sentences or images they were made on, when the attacker is to know it; for a
+            gradient they are counted (several passes over a batch would count it several times).
 
     Raises:
         BadInputError: no gradient appeared, more than one step in gradient mode, or the folder cannot be written.
         NotSupportedError: not a model of a supported family and task.
     """
     task = _task(model)
+    if tokenizer is None and task != "image-classification":
+        raise BadInputError("capture of a model of text needs its tokenizer: capture(model, folder, tokenizer=...)")
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     seen = Capture()
     names = {id(p): name for name, p in model.named_parameters()}
@@ -89,6 +101,7 @@ def capture(
         ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
         if torch.is_grad_enabled() and isinstance(ids, Tensor):
             seen.sentences += len(ids)
+            seen.shape = (int(ids.shape[1]), int(ids.shape[2]), int(ids.shape[3])) if ids.dim() == 4 else None
             seen.dropout = module.training
 
     hooks = [
@@ -102,7 +115,19 @@ def capture(
             hook.remove()
     tensors = _tensors(model, before, seen, what)
     size = (seen.sentences or None) if what == "gradient" else sentences
-    _write(model, Path(folder), tokenizer, task, before, tensors, seen, what, training, size)
+    was_training = bool(model.training)
+    wrapped = (
+        _of_images(model, Path(folder), before, seen.shape)
+        if task == "image-classification"
+        else _of_text(model, Path(folder), tokenizer, task, before)
+    )
+    model.train(was_training)
+    rate = wrapped.dropout_rate() if seen.dropout else 0.0
+    how = training or (LocalTraining() if what == "gradient" else None)
+    update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
+    known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
+    weights = {n: before[n] for n in wrapped.parameters()}
+    save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint_of(weights))
 
 
 def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
@@ -118,18 +143,8 @@ def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) ->
     return found
 
 
-def _write(
-    model: Any,
-    folder: Path,
-    tokenizer: Any,
-    task: Task,
-    before: dict[str, Tensor],
-    tensors: dict[str, Tensor],
-    seen: Capture,
-    what: Literal["gradient", "delta"],
-    training: LocalTraining | None,
-    size: int | None,
-) -> None:
+def _of_text(model: Any, folder: Path, tokenizer: Any, task: Task, before: dict[str, Tensor]) -> TransformersModel:
+    """Write the weights before the step into the bundle and return the model."""
     labels = int(model.config.num_labels) if task == "classification" else 1
     name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
     try:
@@ -137,23 +152,35 @@ def _write(
         tokenizer.save_pretrained(folder / MODEL)
     except OSError as error:
         raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
-    was_training = bool(model.training)
-    wrapped = TransformersModel(model, tokenizer, ModelSpec(name, task, labels))
-    rate = wrapped.dropout_rate() if seen.dropout else 0.0
-    model.train(was_training)
-    how = training or (LocalTraining() if what == "gradient" else None)
-    update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
-    known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
-    weights = {n: before[n] for n in wrapped.parameters()}
-    save_bundle(folder, wrapped, update, known, inside=True, fingerprint=fingerprint_of(weights))
+    return TransformersModel(model, tokenizer, ModelSpec(name, task, labels))
+
+
+def _of_images(
+    model: LeNet | ResNet, folder: Path, before: dict[str, Tensor], shape: tuple[int, int, int] | None
+) -> ImageModel:
+    """Write the weights before the step into the bundle and return the model."""
+    if shape is None:
+        raise BadInputError("no images [B, C, H, W] went through the model inside capture; run it within the block")
+    name = ARCHITECTURES[type(model)]
+    try:
+        (folder / MODEL).mkdir(parents=True, exist_ok=True, mode=0o700)
+        save_file({n: t.cpu().contiguous() for n, t in before.items()}, folder / MODEL / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error}); choose another folder") from None
+    labels = model.head.out_features
+    spec = ModelSpec(name, "image-classification", labels, image=shape)
+    return ImageModel(model, spec, model.features, IMAGE_MODELS[name].depth)
 
 
 def _task(model: Any) -> Task:
+    if type(model) in ARCHITECTURES:
+        return "image-classification"
     name = type(model).__name__
     if name.endswith("ForSequenceClassification"):
         return "classification"
     if name.endswith(("LMHeadModel", "ForCausalLM")):
         return "causal-lm"
     raise NotSupportedError(
-        f"capture takes a transformers model for sequence classification or causal language modeling, not {name}"
+        "capture takes a transformers model for sequence classification or causal language modeling, or a LeNet or "
+        f"ResNet of gradaudit.models.images, not {name}"
     )

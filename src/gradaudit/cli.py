@@ -182,7 +182,9 @@ def attack(
     bundles: Annotated[
         list[Path], typer.Argument(metavar="BUNDLE...", help="Folders made by gradaudit.capture, of one client.")
     ],
-    name: Annotated[str, typer.Option("--attack", help="See 'gradaudit list attacks'.")] = "dager",
+    name: Annotated[
+        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="dager; of images ig")
+    ] = None,
     set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Attack field, e.g. steps=100.")] = [],  # noqa: B006
     selection: Annotated[str, typer.Option(help="Which gradients the attacker sees.")] = "all",
     model: Annotated[str | None, typer.Option(help="Model to use in place of the one the bundle names.")] = None,
@@ -190,6 +192,7 @@ def attack(
     blocks: Annotated[
         int | None, typer.Option(min=1, help="Load only so many first blocks of the model (dager: 2).")
     ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where recovered images go, as PNG.")] = None,
     device: Device = "auto",
     compile_: Compile = False,
     as_json: Json = False,
@@ -198,12 +201,15 @@ def attack(
     from gradaudit.audit import pick_device
     from gradaudit.examine import Examination, examine
     from gradaudit.leakage.compiled import compiling
+    from gradaudit.png import room_for_pictures
     from gradaudit.process import ready_process
-    from gradaudit.rounds import examine_rounds
+    from gradaudit.rounds import examine_rounds, save_rounds
     from gradaudit.terminal import print_examination, print_rounds, progress_bars
 
     ready_process()
     place = pick_device(device)
+    if save is not None:
+        room_for_pictures(save)  # before the attack, which may take hours
 
     def one(folder: Path, known: tuple[tuple[int, ...], ...] = ()) -> Examination:
         return examine(folder, name, set_, selection, model, seed, place, blocks, known)
@@ -216,12 +222,17 @@ def attack(
         print_examination(found, bundles[0], out, err)
     else:
         print_rounds(found, bundles, out, err)
+    pictures = save_rounds(found, save)
+    if save is not None:
+        err.print(f"{pictures} images written to {escape(str(save))}")
+    elif pictures:
+        err.print("--save FOLDER writes the images as PNG")
     if not isinstance(found, Examination) and found.interrupted:
         err.print("interrupted; above is what was read until then")
         raise typer.Exit(ExitCode.INCONCLUSIVE)
     if not isinstance(found, Examination) and found.failed:
         raise typer.Exit(ExitCode.BAD_INPUT)
-    if not (found.texts if isinstance(found, Examination) else found.sentences):
+    if not found.count:
         err.print("inconclusive: nothing was recovered, which is no sign of safety; try another attack")
         raise typer.Exit(ExitCode.INCONCLUSIVE)
 

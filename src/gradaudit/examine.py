@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gradaudit.bundle import load_bundle
+from gradaudit.bundle import load_bundle, read_manifest
 from gradaudit.case import parse_value
 from gradaudit.case_client import uncountered
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.base import TextModel
+from gradaudit.models.images import ImageModel
+from gradaudit.png import png
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
-from gradaudit.types import Knowledge
+from gradaudit.types import Knowledge, Reconstruction
+
+USUAL = ("dager", "ig")
+"""Attack of an update of text, and of images, where none is named."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,12 @@ class Examination:
         attack: its name.
         model: title of the model.
         knowledge: what the attacker was given.
-        texts: recovered sentences.
+        texts: recovered sentences; none of images.
         ids: their token ids.
         labels, certificates, notes, details: of the reconstruction.
         warnings: what preflight noticed.
         seconds: wall time of the attack.
+        images: recovered images as base64 PNG; None of text.
     """
 
     attack: str
@@ -46,10 +54,17 @@ class Examination:
     details: dict[str, Any]
     warnings: tuple[str, ...]
     seconds: float
+    images: tuple[str, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many sentences or images were read."""
+        return len(self.texts) if self.images is None else len(self.images)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data; `scores` is null because there is no truth to score against."""
-        return {
+        pictures = {} if self.images is None else {"images": list(self.images)}
+        return pictures | {
             "attack": self.attack,
             "model": self.model,
             "knowledge": self.knowledge.given(),
@@ -69,7 +84,7 @@ class Examination:
 
 def examine(
     folder: Path,
-    attack: str,
+    attack: str | None,
     settings: Sequence[str],
     selection: str,
     model: str | None,
@@ -82,7 +97,7 @@ def examine(
 
     Args:
         folder: the bundle.
-        attack: name of the attack.
+        attack: name of the attack; None for `dager`, and for `ig` where the update is of images.
         settings: "field=value" overrides of its fields.
         selection: which gradients it sees.
         model: a model name in place of the bundle's.
@@ -101,6 +116,8 @@ def examine(
         if not equals:
             raise BadInputError(f"--set takes field=value, for example steps=100; got '{setting}'")
         values[key.strip().removeprefix("attack.")] = parse_value(text)
+    if attack is None:
+        attack = USUAL[read_manifest(folder).model.image is not None]
     built = build("attack", attack, values)
     bundle = load_bundle(folder, device, model, blocks)
     seen = replace(bundle.observation(Selection(selection)), known=known)
@@ -119,7 +136,7 @@ def examine(
         attack=attack,
         model=bundle.model.spec.title,
         knowledge=seen.knowledge,
-        texts=tuple(bundle.model.decode(row) for row in found.sequences),
+        texts=tuple(bundle.model.decode(row) for row in found.sequences) if isinstance(bundle.model, TextModel) else (),
         ids=found.sequences,
         labels=found.labels,
         certificates=found.certificates,
@@ -127,6 +144,14 @@ def examine(
         details=dict(found.details),
         warnings=tuple(f.text for f in bundle.findings),
         seconds=seconds,
+        images=tuple(png(image) for image in _shown(found)) if isinstance(bundle.model, ImageModel) else None,
+    )
+
+
+def _shown(found: Reconstruction) -> list[Tensor]:
+    """Return the recovered images that can be shown: NaN is no picture."""
+    return (
+        [image.detach().cpu() for image in found.images if image.isfinite().all()] if found.images is not None else []
     )
 
 

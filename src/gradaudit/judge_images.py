@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from gradaudit.client import Client
-from gradaudit.errors import BadInputError
 from gradaudit.judge import modeled, read_as_gradient, update_distance
 from gradaudit.metrics.images import ALIKE_DB, Scores, align_images, mean_scores
 from gradaudit.metrics.perceptual import Perceptual
 from gradaudit.models.images import ImageModel
+from gradaudit.png import png
 from gradaudit.record import Diagnosis, ImageMarks
 from gradaudit.types import ImageBatch, Observation, Reconstruction
 
@@ -57,23 +54,6 @@ def judge_images(batch: ImageBatch, found: Reconstruction, perceptual: Perceptua
         recovered=tuple(None if p.guess is None else png(p.guess) for p in pairs),
         alike=all(m.found and (m.psnr or 0.0) >= ALIKE_DB for m in marks),
     )
-
-
-def png(image: Tensor) -> str:
-    """Return an image [C, H, W] in 0 to 1 as base64 PNG.
-
-    Raises:
-        BadInputError: the extra `vision` is missing.
-    """
-    try:
-        from PIL import Image
-    except ImportError:
-        raise BadInputError("keeping images needs Pillow: pip install 'gradaudit[vision]'") from None
-    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
-    array = pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).contiguous().numpy()
-    out = io.BytesIO()
-    Image.fromarray(array).save(out, format="PNG")
-    return base64.b64encode(out.getvalue()).decode("ascii")
 
 
 def diagnose_images(

@@ -13,6 +13,7 @@ from typing import Any
 
 from gradaudit.errors import AuditError
 from gradaudit.examine import Examination
+from gradaudit.png import save_pictures
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Rounds:
     rounds: tuple[Examination | AuditError, ...]
     sentences: tuple[Sentence, ...]
     interrupted: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many sentences were read, each counted once, or images, of all rounds."""
+        images = [len(one.images or ()) for one in self.rounds if isinstance(one, Examination)]
+        return len(self.sentences) + sum(images)
 
     @property
     def failed(self) -> bool:
@@ -121,3 +128,23 @@ def _tried(one: One, folder: Path, known: tuple[tuple[int, ...], ...]) -> Examin
         return one(folder, known)
     except AuditError as error:
         return error
+
+
+def save_rounds(found: Examination | Rounds, folder: Path | None) -> int:
+    """Write the images that were read as PNG, those of several rounds into "round-1" and so on, and count them.
+
+    Args:
+        found: what was read.
+        folder: None to count alone.
+
+    Raises:
+        BadInputError: the folder cannot be written.
+    """
+    rounds = (found,) if isinstance(found, Examination) else found.rounds
+    written = 0
+    for number, one in enumerate(rounds, 1):
+        if isinstance(one, Examination) and one.images:
+            if folder is not None:
+                save_pictures(one.images, folder if len(rounds) == 1 else folder / f"round-{number}")
+            written += len(one.images)
+    return written

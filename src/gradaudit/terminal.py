@@ -230,29 +230,39 @@ def print_examination(found: Examination, bundle: Path, out: Console, err: Conso
     """Print what an attack read out of one bundle."""
     for warning in found.warnings:
         err.print(f"[yellow]note:[/yellow] {escape(warning)}")
-    seconds = f"{found.seconds:.1f} s"
-    out.print(f"[bold]{found.attack}[/bold] on {escape(str(bundle))}: {len(found.texts)} sentences in {seconds}\n")
+    out.print(f"[bold]{found.attack}[/bold] on {escape(str(bundle))}: {_amount(found)} in {found.seconds:.1f} s\n")
     for number, text in enumerate(found.texts, 1):
         proof = found.certificates[number - 1] if found.certificates else ""
         out.print(f"{number:>3}  {escape(harmless(text))}  [dim]{proof}[/dim]")
+    if found.images is not None and found.labels:
+        out.print(f"labels: {', '.join(map(str, found.labels))}")
     for note in found.notes:
         out.print(f"[dim]{escape(note)}[/dim]")
     out.print(_UNSCORED)
 
 
+def _amount(found: Examination) -> str:
+    """Return how much was read, in words."""
+    what = "sentence" if found.images is None else "image"
+    return f"{found.count} {what}{'' if found.count == 1 else 's'}"
+
+
 def print_rounds(found: Rounds, bundles: Sequence[Path], out: Console, err: Console) -> None:
     """Print what an attack read out of several updates of one client, each sentence once."""
+    images = False
     for number, (one, bundle) in enumerate(zip(found.rounds, bundles, strict=True), 1):
         where = f"round {number}, {escape(str(bundle))}"
         if isinstance(one, AuditError):
             err.print(f"[red]{where}:[/red] {escape(str(one))}")
             continue
+        images = images or one.images is not None
         for warning in one.warnings:
             err.print(f"[yellow]note on {where}:[/yellow] {escape(warning)}")
-        out.print(f"{where}: {len(one.texts)} sentences in {one.seconds:.1f} s")
+        out.print(f"{where}: {_amount(one)} in {one.seconds:.1f} s")
         for note in one.notes:
             out.print(f"  [dim]{escape(note)}[/dim]")
-    out.print(f"\n[bold]{len(found.sentences)} sentences of this client in {len(found.rounds)} rounds[/bold]\n")
+    if found.sentences or not images:
+        out.print(f"\n[bold]{len(found.sentences)} sentences of this client in {len(found.rounds)} rounds[/bold]\n")
     for number, sentence in enumerate(found.sentences, 1):
         rounds = ", ".join(map(str, sentence.rounds))
         out.print(f"{number:>3}  {escape(harmless(sentence.text))}  [dim]round {rounds}[/dim]")

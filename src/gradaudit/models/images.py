@@ -232,6 +232,8 @@ with PyTorch's smaller weights all of LeNet's sigmoids are near a half, and its 
 """
 SMALLEST, LARGEST = 4, 512
 """Sides of images, in pixels."""
+MOST_CHANNELS = 64
+"""Of images: more than any camera or scanner has."""
 
 
 def load_image_model(spec: ModelSpec, device: torch.device | None = None) -> ImageModel:
@@ -245,16 +247,10 @@ def load_image_model(spec: ModelSpec, device: torch.device | None = None) -> Ima
         BadInputError: no such architecture, images of a size it does not take, or weights that do not fit it.
     """
     name, _, file = spec.name.partition(":")
-    if name not in IMAGE_MODELS:
-        raise unknown_name("model of images", name, IMAGE_MODELS)
-    if spec.image is None or not all(SMALLEST <= side <= LARGEST for side in spec.image[1:]):
-        raise BadInputError(f"model '{name}' takes images of {SMALLEST} to {LARGEST} pixels a side, got {spec.image}")
-    if spec.lora is not None or spec.layers is not None:
-        raise BadInputError(f"model '{name}' has neither blocks nor adapters: leave layers and [lora] away")
-    known = IMAGE_MODELS[name]
     rng = stream(spec.seed, "model")
     with global_stream(rng, torch.device("cpu")):
-        module = known.make(spec.image, spec.labels)
+        module = image_module(spec)
+    known = IMAGE_MODELS[name]
     if known.uniform is not None:
         with torch.no_grad():
             for p in module.parameters():
@@ -264,6 +260,24 @@ def load_image_model(spec: ModelSpec, device: torch.device | None = None) -> Ima
     if device is not None:
         module = module.to(device)
     return ImageModel(module, replace(spec, random_weights=not file), module.features, known.depth)
+
+
+def image_module(spec: ModelSpec) -> LeNet | ResNet:
+    """Return a new module of the architecture, image shape and number of classes that a spec names.
+
+    Raises:
+        BadInputError: no such architecture, or images of a size it does not take.
+    """
+    name = spec.name.partition(":")[0]
+    if name not in IMAGE_MODELS:
+        raise unknown_name("model of images", name, IMAGE_MODELS)
+    if spec.image is None or not all(SMALLEST <= side <= LARGEST for side in spec.image[1:]):
+        raise BadInputError(f"model '{name}' takes images of {SMALLEST} to {LARGEST} pixels a side, got {spec.image}")
+    if not 1 <= spec.image[0] <= MOST_CHANNELS:
+        raise BadInputError(f"model '{name}' takes images of 1 to {MOST_CHANNELS} channels, got {spec.image[0]}")
+    if spec.lora is not None or spec.layers is not None or spec.loaded is not None:
+        raise BadInputError(f"model '{name}' has neither blocks nor adapters: leave layers, --blocks and [lora] away")
+    return IMAGE_MODELS[name].make(spec.image, spec.labels)
 
 
 def _read_weights(module: nn.Module, file: str, name: str) -> None:
