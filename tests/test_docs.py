@@ -330,17 +330,20 @@ def test_the_code_of_the_bundle_page_runs(load, tmp_path: Path, monkeypatch, cap
         optimizer.step()
 
     scope: dict[str, Any] = {"model": model, "tokenizer": tokenizer, "batch": batch, "labels": labels}
-    scope |= {"optimizer": optimizer, "trainer": SimpleNamespace(train=train)}
+    scope |= {"optimizer": optimizer, "trainer": SimpleNamespace(train=train), "images": torch.rand(2, 1, 28, 28)}
+    made: dict[str, Any] = {}
     try:
         for body in blocks(page("docs/bundles.md"), "python"):
-            exec(compile(body, "docs/bundles.md", "exec"), scope)  # noqa: S102 - the page's own code
+            made = dict(scope)  # a block's own names, as its model of images, do not reach the next
+            exec(compile(body, "docs/bundles.md", "exec"), made)  # noqa: S102 - the page's own code
             model.load_state_dict(before)
             optimizer.zero_grad()
     finally:
         model.load_state_dict(before)
         model.eval()
         model.zero_grad()
-    assert sorted(scope["found"].texts) == sorted(texts)
+    assert sorted(made["found"].texts) == sorted(texts)
+    assert load_bundle(tmp_path / "my-images").manifest.model.image == (1, 28, 28)
     assert load_bundle(tmp_path / "trainer-update").manifest.kind == "gradient"
     assert load_bundle(tmp_path / "my-delta").manifest.kind == "delta"
     assert {p.name for p in (tmp_path / "my-update").iterdir()} == {"manifest.json", "update.safetensors", "model"}

@@ -63,13 +63,13 @@ class Examination:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data; `scores` is null because there is no truth to score against."""
-        pictures = {} if self.images is None else {"images": list(self.images)}
-        return pictures | {
+        return {
             "attack": self.attack,
             "model": self.model,
             "knowledge": self.knowledge.given(),
             "texts": list(self.texts),
             "ids": [list(row) for row in self.ids],
+            "images": None if self.images is None else list(self.images),
             "labels": self.labels,
             "certificates": self.certificates,
             "notes": list(self.notes),
