@@ -245,7 +245,9 @@ def test_an_inverter_is_not_audited_on_what_it_was_fitted_to(tmp_path):
     case, inverter = tmp_path / "case.toml", tmp_path / "inverter"
     head = 'model = "lenet"\ntask = "image-classification"\n[data]\nbatches = 2\n[attack]\nname = "lti-images"\n'
     case.write_text(head + 'learner = "kernel"\nmirrored = false\n')
-    assert CliRunner().invoke(app, ["fit", str(case), "--out", str(inverter)]).exit_code == 0
+    made = CliRunner().invoke(app, ["fit", str(case), "--out", str(inverter)])
+    assert made.exit_code == 0
+    assert '(in a case: [attack] name = "lti-images", inverter =' in " ".join(made.stdout.split())
     case.write_text(head.replace("batches = 2", "batches = 9") + f'inverter = "{inverter}"\n')
     told = CliRunner().invoke(app, ["run", str(case), "--out", str(tmp_path / "out")])
     assert isinstance(told.exception, BadInputError)

@@ -267,7 +267,8 @@ def fit(
         return
     for key, value in found.items():
         out.print(f"{key.replace('_', ' ')}: {escape(str(value))}")
-    out.print(f'inverter  {folder}   (in a case: [attack] name = "{ready.attack.name}", inverter = "{folder}")')
+    use = f'[attack] name = "{ready.attack.name}", inverter = "{folder}"'
+    out.print(escape(f"inverter  {folder}   (in a case: {use}; of a bundle: --set inverter={folder})"))
 
 
 @app.command()
