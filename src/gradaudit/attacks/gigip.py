@@ -10,13 +10,8 @@ from torch import Tensor
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.leakage.generator import GeneratorSpec, generator_of
-from gradaudit.leakage.image_matching import (
-    COUNTERED,
-    ImageObjective,
-    image_labels,
-    match_for,
-    total_variation,
-)
+from gradaudit.leakage.image_matching import COUNTERED, image_labels, match_for, total_variation
+from gradaudit.leakage.image_replay import image_objective
 from gradaudit.models.images import ImageModel
 from gradaudit.progress import track
 from gradaudit.registry import hyper, register
@@ -53,17 +48,23 @@ class GenerativePrior(Attack[ImageModel]):
     latent_norm: float = hyper(1e-4, "weight of the mean squared latent", source="ours, after Jeon et al.")
     training_steps: int = hyper(2000, "steps the generator is trained for", source="ours")
     latent: int = hyper(64, "numbers an image is made from", source="ours")
+    replayed_steps: int = hyper(
+        8,
+        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
+        source="ours",
+        deltas=True,
+    )
 
     def __post_init__(self) -> None:
         self._at_least(0, "latent_steps", "weight_steps", "training_steps", "latent_rate", "weight_rate")
-        self._at_least(0, "total_variation", "latent_norm")
+        self._at_least(0, "total_variation", "latent_norm", "replayed_steps")
         self._at_least(1, "restarts", "latent")
 
     def run(self, seen: Observation[ImageModel], rng: torch.Generator) -> Reconstruction:
         model, size, public = seen.model, seen.knowledge.batch_size or 1, seen.public
         assert public is not None  # `needs`
         generator = generator_of(public, GeneratorSpec(self.latent, steps=self.training_steps), model.device)
-        objective = ImageObjective(seen, match_for(seen, 1, self.relative))
+        objective = image_objective(seen, match_for(seen, 1, self.relative), self.replayed_steps)
         known = image_labels(seen)
         learn = known.values is None
         latents = torch.randn((self.restarts, size, self.latent), generator=rng).to(model.device).requires_grad_()
@@ -97,16 +98,19 @@ class GenerativePrior(Attack[ImageModel]):
         with torch.no_grad():
             images = generator(chosen, weights)
             value = objective(images, classes(own))
+        evaluations = (self.latent_steps + 1) * self.restarts + self.weight_steps + 1
         final = classes(own)[0].argmax(-1) if learn else own[0]
         return Reconstruction(
             images=images[0].cpu(),
             labels=tuple(int(y) for y in final),
+            notes=objective.notes(),
             details={
                 "distance": float(value[0]),
                 "distance_of_latents": float(first[best]),
                 "labels": known.how,
-                "gradient_evaluations": (self.latent_steps + 1) * self.restarts + self.weight_steps + 1,
-            },
+                "gradient_evaluations": evaluations * objective.passes,
+            }
+            | objective.details(),
         )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:

@@ -11,13 +11,13 @@ from torch import Tensor
 from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.leakage.image_matching import (
     COUNTERED,
-    ImageObjective,
     Signed,
     image_labels,
     match_for,
     minimize_images,
     total_variation,
 )
+from gradaudit.leakage.image_replay import image_objective
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -48,14 +48,20 @@ class InvertingGradients(Attack[ImageModel]):
         True, "divide the hinge on wrong signs by the update's size", source="ours, the paper: no", later=True
     )
     total_variation: float = hyper(5e-3, "weight of the total variation", source="ours: tried on digits and CIFAR-10")
+    replayed_steps: int = hyper(
+        8,
+        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
+        source="ours",
+        deltas=True,
+    )
 
     def __post_init__(self) -> None:
-        self._at_least(0, "steps", "learning_rate", "total_variation")
+        self._at_least(0, "steps", "learning_rate", "total_variation", "replayed_steps")
         self._at_least(1, "restarts")
 
     def run(self, seen: Observation[ImageModel], rng: torch.Generator) -> Reconstruction:
         model, size = seen.model, seen.knowledge.batch_size or 1
-        objective = ImageObjective(seen, match_for(seen, 2, self.relative))
+        objective = image_objective(seen, match_for(seen, 2, self.relative), self.replayed_steps)
         known = image_labels(seen)
         shape = (self.restarts, size, *model.shape)
         start = (0.5 + 0.25 * torch.randn(shape, generator=rng)).clamp(0, 1).to(model.device)
@@ -76,11 +82,13 @@ class InvertingGradients(Attack[ImageModel]):
         return Reconstruction(
             images=images[best].cpu(),
             labels=tuple(int(y) for y in classes),
+            notes=objective.notes(),
             details={
                 "distance": float(value[best]),
                 "labels": known.how,
-                "gradient_evaluations": (self.steps + 1) * self.restarts,
-            },
+                "gradient_evaluations": (self.steps + 1) * self.restarts * objective.passes,
+            }
+            | objective.details(),
         )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,6 +105,8 @@ def image_labels(seen: Observation[ImageModel]) -> ImageLabels:
 class ImageObjective:
     """How far the update of guessed images lies from the observed one.
 
+    `passes` says how many gradients a guess costs.
+
     Args:
         seen: the observation.
         match: the distance.
@@ -115,6 +118,9 @@ class ImageObjective:
     def __init__(self, seen: Observation[ImageModel], match: ImageMatch) -> None:
         self._model, self._match = seen.model, match
         self._observed = as_gradient(seen)
+        self._size, how = seen.knowledge.batch_size, seen.knowledge.training
+        self._steps = 1 if how is None or self._size is None or seen.kind == "gradient" else how.steps(self._size)
+        self.passes = 1
 
     def __call__(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the distances [N]; differentiable by images and labels.
@@ -124,6 +130,16 @@ class ImageObjective:
             labels: [N, B] classes or [N, B, classes] distributions.
         """
         return self._match(self._model.gradients(images, labels), self._observed)
+
+    def details(self) -> dict[str, Any]:
+        """Return plain numbers on what was evaluated, for the record."""
+        return {}
+
+    def notes(self) -> tuple[str, ...]:
+        """Return remarks for the report."""
+        if self._steps > 1:
+            return (f"a weight change of {self._steps} local steps was read as one gradient",)
+        return ()
 
 
 @dataclass(frozen=True)
