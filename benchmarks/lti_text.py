@@ -23,11 +23,11 @@ import torch
 from tables import command, commit, write_table
 from transformers import GPT2Config, GPT2Tokenizer
 
-from gradaudit.audit import pick_device, prepare, run
+from gradaudit.audit import Prepared, pick_device, prepare, run
 from gradaudit.case import parse_case
 from gradaudit.client import Client
 from gradaudit.errors import AuditError
-from gradaudit.fitting import INVERTERS
+from gradaudit.fitting import INVERTERS, fitted
 from gradaudit.learned.features import hashed, sizes_of
 from gradaudit.learned.hashing import Hash
 from gradaudit.metrics.summary import summarize
@@ -35,7 +35,7 @@ from gradaudit.models.packages import gpt2_vocabulary_folder
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.process import ready_process
 from gradaudit.record import Record
-from gradaudit.registry import build
+from gradaudit.registry import build, describe
 from gradaudit.selection import Selection
 from gradaudit.simulate import ClientSimulation, _batch
 from gradaudit.streams import stream
@@ -162,6 +162,22 @@ def make_model(data: Path, folder: Path, deviation: float) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
+def further(cell: Cell, ready: Prepared, out: Path, number: int) -> list[Record]:
+    """Return records of private windows after the cell's own, read by the inverter that the cell has fitted.
+
+    Fewer windows than a comparison needs were drawn when the inverters were fitted; these take seconds, a fit minutes.
+    """
+    case = ready.case
+    known = fitted(ready.attack, ready.client, ready.selection, ready.public, 1, case.seed, out / INVERTERS)
+    data = cell.case(Path(case.data.path or "").parent, out / "model", number)
+    data["model"] = case.model
+    data["data"] |= {"skip": case.data.batches}
+    data["attack"] = describe(known)
+    del data["public"]
+    more = parse_case(data)
+    return list(run(prepare(more, Path.cwd(), ready.device, ready.model), out / more.content_hash()))
+
+
 def defenses() -> list[Cell]:
     """Every attack under every defense; what learns first."""
     ours = [
@@ -252,6 +268,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/lti"), help="records, inverters and the model")
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/lti"), help="tables' folder")
     parser.add_argument("--windows", type=int, default=200, help="private windows a cell")
+    parser.add_argument("--further", type=int, default=0, help="private windows more, read by what a cell has learned")
     parser.add_argument("--some", type=int, default=20, help=f"the same of {' and '.join(SOME)}")
     parser.add_argument("--slow", type=int, default=10, help=f"the same of {' and '.join(SLOW)}")
     parser.add_argument("--only", default="", help="only these attacks, as lti,lti-p")
@@ -306,6 +323,8 @@ def main() -> None:
                 print(f"{cell.attack}, {cell.defense}: {error}", flush=True)
                 continue
             seconds = float(note.read_text()) if note.exists() else None
+            if given.further and case.attack["name"] == "lti":
+                records += further(cell, ready, given.out, given.further)
             lines.append(row(cell, records, seconds))
             print(lines[-1], flush=True)
             write_table(given.write / f"{group}.md", f"{about} {setting}", "\n".join([HEADER, *lines]))
