@@ -23,7 +23,7 @@ from gradaudit.models.images import ImageModel, LeNet, ResNet, load_image_model
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
-from gradaudit.types import Given, ImageBatch, LocalTraining
+from gradaudit.types import Given, ImageBatch, LocalTraining, Reconstruction
 
 Image = pytest.importorskip("PIL.Image")
 SHAPE = (1, 8, 8)
@@ -140,6 +140,34 @@ def test_a_model_that_is_not_the_updates_is_refused(made: Path, changes, said):
     rewrite(made, **changes)
     with pytest.raises(BadInputError, match=said):
         load_bundle(made)
+
+
+def test_a_large_layer_may_be_frozen(tmp_path: Path):
+    """Its weights are not sent: 12 MB of a model for 40 kB of an update, and honest."""
+    model = load_image_model(ModelSpec("lenet", "image-classification", 1000, 0, image=(1, 64, 64)))
+    client, batch = Client(model, freeze=("head",)), ImageBatch(torch.rand(1, 1, 64, 64), torch.tensor([7]))
+    update = client.update(batch, stream(0, "client"))
+    save_bundle(tmp_path, model, update, client.knowledge(batch, update, Given()))
+    assert set(load_bundle(tmp_path).tensors) == set(update.tensors)
+
+
+def test_another_model_that_is_named_takes_the_place_of_the_one_inside(tmp_path: Path):
+    module = LeNet(SHAPE, 10)
+    with gradaudit.capture(module, tmp_path / "b"):
+        torch.nn.functional.cross_entropy(module(BATCH.images), BATCH.labels).backward()
+    own = tmp_path / "b" / MODEL / WEIGHTS
+    assert load_bundle(tmp_path / "b", model=f"lenet:{own}").model.spec.name == f"lenet:{own}"
+    with pytest.raises(BadInputError, match="another model"):
+        load_bundle(tmp_path / "b", model="lenet")
+
+
+def test_an_image_of_nan_is_none(made: Path, monkeypatch):
+    images = BATCH.images.clone()
+    images[0, 0, 0, 0] = torch.nan
+    monkeypatch.setattr("gradaudit.attacks.ig.InvertingGradients.run", lambda *_: Reconstruction(images=images))
+    found = examine(made, "ig", [], "all", None, 0, CPU)
+    assert found.count == 1
+    torch.testing.assert_close(read((found.images or ())[0]), BATCH.images[1, 0], atol=0.5 / 255 + 1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("spoil", ["nan", "shape", "foreign", "truncated"])

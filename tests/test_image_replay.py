@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradaudit.client import Client, observation
-from gradaudit.data.images import load_images
+from gradaudit.data.images import load_images, public_images
 from gradaudit.data.source import DataSpec
 from gradaudit.judge_images import judge_images
 from gradaudit.leakage.image_matching import ImageMatch, ImageObjective
@@ -64,6 +64,8 @@ def test_minibatches_are_taken_in_the_guess_s_order():
         values = sorted(objective(*both).tolist())
     assert values[0] < 1e-10 < 1e-6 < values[1]
     assert "order" in objective.notes()[0]
+    whole = image_objective(scene(LocalTraining("sgd", 0.5, epochs=2, minibatch=2)), ImageMatch(), 8)
+    assert whole.notes() == ()
 
 
 @pytest.mark.parametrize("how", ["cosine", "sign"])
@@ -90,6 +92,19 @@ def test_the_slope_of_three_steps_equals_finite_differences():
         up, down = (float(objective(at + s * direction, labels)[0]) for s in (1e-6, -1e-6))
     assert float((slope * direction).sum()) == pytest.approx((up - down) / 2e-6, rel=1e-4)
     assert float(by_label.abs().sum()) > 0
+
+
+def test_gigip_replays_as_well():
+    pytest.importorskip("sklearn")
+    digits = load_images(DataSpec(source="digits"), Path())
+    seen = scene(LocalTraining("sgd", 0.1, epochs=2), batch=digits.batch([0]), dtype=torch.float32)
+    seen = replace(seen, public=public_images(digits, digits, [(0,)]))
+    seen = replace(seen, knowledge=replace(seen.knowledge, public="digits"))
+    short = {"latent_steps": 2, "weight_steps": 2, "restarts": 1, "training_steps": 2, "latent": 8}
+    found = [build("attack", "gigip", short | {"replayed_steps": n})(seen, stream(0, "attack")) for n in (8, 0)]
+    assert [one.details.get("replayed_steps") for one in found] == [2, None]
+    assert found[0].details["gradient_evaluations"] == 2 * found[1].details["gradient_evaluations"]
+    assert found[0].details["distance"] != found[1].details["distance"]
 
 
 def test_what_is_replayed_and_what_is_not():
