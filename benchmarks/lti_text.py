@@ -60,7 +60,7 @@ PUBLISHED = {
 """Accuracy / ROUGE-1 / ROUGE-2 / ROUGE-L (Wu et al., arXiv 2210.10880), in the order of `DEFENSES`."""
 SAME = {
     "layers": "lti", "layers-pairs": "lti", "layers-p": "lti-p", "layers-p-long": "lti-p", "layers-pieces": "lti-p",
-    "layers-pieces-pairs": "lti-p", "tag-lamp": "tag",
+    "layers-pieces-pairs": "lti-p", "lti-wide": "lti", "lti-p-wide": "lti-p", "tag-lamp": "tag",
 }  # fmt: skip
 """What of ours stands beside what of theirs, where names differ."""
 NET: dict[str, Any] = {
@@ -82,6 +82,9 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "layers": LAYERS,
     "lti-p": NET | {"pseudo": True, "epochs": 5},
     "lti": NET | {"epochs": 7},
+    # noise is told from words by how many bins there are: half the paper's share of them, and its bottleneck
+    "lti-p-wide": NET | {"pseudo": True, "epochs": 5, "share": 0.05, "bottleneck": 600},
+    "lti-wide": NET | {"epochs": 7, "share": 0.05, "bottleneck": 600},
     # the word table's deviation is 0.02 here: a start of deviation 1 and a rate of 0.1, made for BERT's, read nothing
     "tag": {"name": "tag", "start": 0.0, "learning_rate": 0.01},
     "tag-lamp": {"name": "tag"},
@@ -187,7 +190,7 @@ def defenses() -> list[Cell]:
     ]
     return ours + [
         Cell(attack, defense)
-        for attack in ("lti-p", "lti", "blind", "decode", "exchange", "tag", "tag-lamp")
+        for attack in ("lti-p-wide", "lti-wide", "lti-p", "lti", "blind", "decode", "exchange", "tag", "tag-lamp")
         for defense in DEFENSES
     ]
 
