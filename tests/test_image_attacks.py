@@ -389,3 +389,7 @@ def test_the_best_of_many_images_is_flagged_and_what_was_matched_is_diagnosed(mo
     assert record.scores["mse"] == 0
     assert record.diagnosis.verdict == "solved"
     assert record.diagnosis.guess == pytest.approx(0, abs=1e-6)
+    blank = Reconstruction(images=torch.full((3, *batch.images.shape[1:]), torch.nan))
+    monkeypatch.setattr(type(ready.attack), "run", lambda self, seen, rng: blank)
+    [record] = audit.run(ready, tmp_path / "blank")
+    assert record.diagnosis.verdict == "no guess"
