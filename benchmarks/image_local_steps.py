@@ -19,7 +19,7 @@ from gradaudit.case import parse_case
 from gradaudit.metrics.summary import summarize
 from gradaudit.process import ready_process
 
-CLIENTS = [(1, 1, 0.1), (1, 4, 0.01), (1, 4, 0.1), (1, 8, 0.1), (2, 4, 0.1)]
+CLIENTS = [(1, 1, 0.1), (1, 4, 0.01), (1, 4, 0.1)]
 """Images, epochs and learning rate."""
 HEADER = (
     "| images | local steps | learning rate | replayed | MSE | PSNR | SSIM | blind MSE | s a batch | flags |\n"
