@@ -60,7 +60,7 @@ PUBLISHED = {
 """Accuracy / ROUGE-1 / ROUGE-2 / ROUGE-L (Wu et al., arXiv 2210.10880), in the order of `DEFENSES`."""
 SAME = {
     "layers": "lti", "layers-pairs": "lti", "layers-p": "lti-p", "layers-p-long": "lti-p", "layers-pieces": "lti-p",
-    "layers-pieces-pairs": "lti-p", "lti-wide": "lti", "lti-p-wide": "lti-p", "tag-lamp": "tag",
+    "layers-pieces-pairs": "lti-p", "layers-wide": "lti", "layers-p-wide": "lti-p", "lti-wide": "lti", "lti-p-wide": "lti-p", "tag-lamp": "tag",
 }  # fmt: skip
 """What of ours stands beside what of theirs, where names differ."""
 NET: dict[str, Any] = {
@@ -80,6 +80,8 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "layers-pairs": LAYERS | {"pairs": True},
     "layers-p-long": LAYERS | {"pseudo": True, "epochs": 18},
     "layers": LAYERS,
+    "layers-wide": LAYERS | {"share": 0.05},
+    "layers-p-wide": LAYERS | {"pseudo": True, "share": 0.05},
     "lti-p": NET | {"pseudo": True, "epochs": 5},
     "lti": NET | {"epochs": 7},
     # noise is told from words by how many bins there are: half the paper's share of them, and its bottleneck
@@ -185,7 +187,16 @@ def defenses() -> list[Cell]:
     """Every attack under every defense; what learns first."""
     ours = [
         Cell(attack, defense, FEW)
-        for attack in ("layers-p", "layers", "layers-pieces", "layers-pairs", "layers-pieces-pairs", "layers-p-long")
+        for attack in (
+            "layers-p",
+            "layers",
+            "layers-pieces",
+            "layers-pairs",
+            "layers-pieces-pairs",
+            "layers-p-long",
+            "layers-p-wide",
+            "layers-wide",
+        )
         for defense in DEFENSES
     ]
     return ours + [
