@@ -59,8 +59,9 @@ PUBLISHED = {
 }  # fmt: skip
 """Accuracy / ROUGE-1 / ROUGE-2 / ROUGE-L (Wu et al., arXiv 2210.10880), in the order of `DEFENSES`."""
 SAME = {
-    "layers": "lti", "layers-pairs": "lti", "layers-p": "lti-p", "layers-p-long": "lti-p", "layers-pieces": "lti-p",
-    "layers-pieces-pairs": "lti-p", "layers-wide": "lti", "layers-p-wide": "lti-p", "lti-wide": "lti", "lti-p-wide": "lti-p", "tag-lamp": "tag",
+    "layers": "lti", "layers-pairs": "lti", "layers-wide": "lti", "lti-wide": "lti", "layers-p": "lti-p",
+    "layers-p-long": "lti-p", "layers-pieces": "lti-p", "layers-pieces-pairs": "lti-p", "layers-p-wide": "lti-p",
+    "lti-p-wide": "lti-p", "tag-lamp": "tag",
 }  # fmt: skip
 """What of ours stands beside what of theirs, where names differ."""
 NET: dict[str, Any] = {
