@@ -25,7 +25,7 @@ from tables import command, commit, write_table
 from gradaudit.audit import pick_device, prepare, run
 from gradaudit.case import parse_case
 from gradaudit.metrics.summary import summarize
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
 from gradaudit.process import ready_process

@@ -144,7 +144,7 @@ def main() -> None:
 
 def weights(folder: Path, blocks: int | None) -> float:
     """Return the MiB that the parameters of a folder's first blocks take in float32."""
-    from gradaudit.models.base import ModelSpec
+    from gradaudit.models.spec import ModelSpec
     from gradaudit.models.zoo import whole_shapes
 
     every = whole_shapes(ModelSpec(str(folder)))

@@ -11,7 +11,7 @@ import gradaudit
 import tiny_models
 from gradaudit.bundle import load_bundle
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 
 

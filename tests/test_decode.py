@@ -21,7 +21,7 @@ from gradaudit.leakage.deflation import Remainder, matrices, remainder
 from gradaudit.leakage.explain import Explained
 from gradaudit.leakage.growth import Grown
 from gradaudit.leakage.sentences import DecodedRows
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
 from gradaudit.selection import Selection

@@ -16,8 +16,7 @@ from gradaudit.client import Client
 from gradaudit.defenses.dpsgd import DPSGD
 from gradaudit.defenses.noise import Gaussian
 from gradaudit.errors import BadInputError
-from gradaudit.models.base import ModelSpec
-from gradaudit.models.lora import Lora
+from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.state import fingerprint_of
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradaudit.leakage.evidence import common_of, deviation, leverage_of, outside_of
-from gradaudit.models.base import ROLES
+from gradaudit.models.views import ROLES
 from tiny_models import DECODERS, ENCODERS
 
 INSIDE, WIDE = 24, 96

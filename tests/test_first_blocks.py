@@ -14,7 +14,7 @@ from gradaudit import bundle
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.examine import examine
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model, whole_shapes
 from gradaudit.streams import stream
 from gradaudit.types import Given

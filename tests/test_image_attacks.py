@@ -24,8 +24,9 @@ from gradaudit.judge_images import judge_images
 from gradaudit.leakage.generator import GeneratorSpec, generator_of
 from gradaudit.leakage.image_matching import ImageMatch, match_for, total_variation
 from gradaudit.learned.kept import learned_in
-from gradaudit.models.base import Model, ModelSpec
+from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel, load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.record import Record, read_lines
 from gradaudit.registry import build, known
 from gradaudit.selection import Selection

@@ -18,8 +18,8 @@ from gradaudit.bundle_model import MODEL, WEIGHTS
 from gradaudit.client import Client, observation
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.examine import examine
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import ImageModel, LeNet, ResNet, load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream

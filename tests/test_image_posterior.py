@@ -24,8 +24,8 @@ from gradaudit.learned.features import scaling_of
 from gradaudit.learned.image_fit import _by_blocks
 from gradaudit.learned.kernel import fit_kernel
 from gradaudit.learned.spread import spread_of
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream

@@ -14,8 +14,8 @@ from gradaudit.data.source import DataSpec
 from gradaudit.judge_images import judge_images
 from gradaudit.leakage.image_matching import ImageMatch, ImageObjective
 from gradaudit.leakage.image_replay import ImageReplay, image_objective
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import ImageModel, load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream

@@ -19,8 +19,8 @@ from gradaudit.data.source import DataSpec
 from gradaudit.frontier import PIXELS, frontiers
 from gradaudit.labeled_rows import labeled_rows
 from gradaudit.mean_update import mean_update
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.record import ImageMarks, Interval, Record, Summary
 from gradaudit.registry import build
 from gradaudit.streams import stream

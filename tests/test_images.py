@@ -15,8 +15,8 @@ from gradaudit.client import Client
 from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.source import DataSpec, Rows, draw, draw_numbers
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.registry import build, known
 from gradaudit.selection import Selection
 from gradaudit.streams import stream

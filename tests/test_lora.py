@@ -15,8 +15,7 @@ from gradaudit.case import parse_case
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.subspace import span
-from gradaudit.models.base import ModelSpec
-from gradaudit.models.lora import Lora
+from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
 from gradaudit.streams import stream

@@ -26,8 +26,8 @@ from gradaudit.judge_images import judge_images
 from gradaudit.learned.image_inverter import load_image_inverter
 from gradaudit.learned.image_network import in_slots
 from gradaudit.learned.kernel import Kernel, distances, fit_kernel
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import ImageModel, load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.png import png
 from gradaudit.registry import build
 from gradaudit.selection import Selection

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.models.base import ROLES, ModelSpec
+from gradaudit.models.spec import ModelSpec
+from gradaudit.models.views import ROLES
 from gradaudit.models.zoo import load_model
 from gradaudit.types import Batch
 from tiny_models import (

@@ -11,7 +11,7 @@ from gradaudit.data.source import make_batch
 from gradaudit.leakage.deflation import matrices
 from gradaudit.leakage.order import arrange, likely_places, likeness, order_words
 from gradaudit.leakage.subspace import stack
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
 from gradaudit.selection import Selection

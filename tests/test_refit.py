@@ -11,7 +11,7 @@ from gradaudit.leakage.distances import L2
 from gradaudit.leakage.layout import layout
 from gradaudit.leakage.matching import Objective
 from gradaudit.leakage.refit import Refit
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.types import Given
 from tiny_models import batch_of, seen_of

@@ -16,7 +16,7 @@ from gradaudit.leakage import sentences
 from gradaudit.leakage.rows import INSIDE, MaskedInputs, Row, Search, find_rows
 from gradaudit.leakage.sentences import DecodedRows, Signals, certificate
 from gradaudit.leakage.subspace import span
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.selection import Selection
 from gradaudit.streams import stream

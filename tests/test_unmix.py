@@ -12,7 +12,7 @@ from gradaudit.leakage.deflation import matrices, sentence_gradient
 from gradaudit.leakage.order import judged
 from gradaudit.leakage.subspace import stack
 from gradaudit.leakage.unmix import place_words, take_off
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
 from gradaudit.selection import Selection

@@ -11,7 +11,7 @@ import torch
 
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models import packages
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 
 

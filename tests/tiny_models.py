@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from gradaudit.client import Client
 from gradaudit.data.source import make_batch
-from gradaudit.models.base import ModelSpec
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
 from gradaudit.selection import Selection

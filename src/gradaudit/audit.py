@@ -35,7 +35,8 @@ from gradaudit.learned.inverter import digest_of_inverter
 from gradaudit.learned.kept import learned_in
 from gradaudit.learned.simulated import Public
 from gradaudit.metrics import text as metrics
-from gradaudit.models.base import Model, ModelSpec
+from gradaudit.models.base import Model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import head_classes, load_model
 from gradaudit.one_writer import only_writer

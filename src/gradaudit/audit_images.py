@@ -21,8 +21,9 @@ from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.judge import notes_of
 from gradaudit.judge_images import diagnose_images, image_flags, judge_images
 from gradaudit.metrics.perceptual import Perceptual, load_perceptual
-from gradaudit.models.base import Model, ModelSpec
+from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel, load_image_model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.record import Pictures, Record, finite
 from gradaudit.registry import build
 from gradaudit.selection import Selection

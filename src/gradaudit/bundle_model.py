@@ -9,11 +9,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from gradaudit.errors import BadInputError
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, image_module, load_image_model
+from gradaudit.models.spec import Loss, ModelSpec, Task
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
-from gradaudit.types import Loss, Task
 
 MODEL, WEIGHTS = "model", "weights.safetensors"
 """A bundle's folder of its own model, and the file in it that holds a model of images."""

@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradaudit.bundle import save_bundle
 from gradaudit.bundle_model import MODEL, WEIGHTS
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, LeNet, ResNet
+from gradaudit.models.spec import ModelSpec, Task
 from gradaudit.models.state import fingerprint_of
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.types import Knowledge, LocalTraining, Task, Update
+from gradaudit.types import Knowledge, LocalTraining, Update
 
 ARCHITECTURES: dict[type[nn.Module], str] = {LeNet: "lenet", ResNet: "resnet"}
 """Modules of images that can be captured, with the name that makes them anew."""

@@ -15,10 +15,10 @@ from gradaudit.data.source import DataSpec, PublicSpec
 from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.metrics.text import PUBLISHED
-from gradaudit.models.lora import Lora
+from gradaudit.models.spec import Lora, Loss, Task
 from gradaudit.registry import build, describe, identity
 from gradaudit.selection import Selection
-from gradaudit.types import Given, LocalTraining, Loss, Task
+from gradaudit.types import Given, LocalTraining
 
 
 class _Table(BaseModel):

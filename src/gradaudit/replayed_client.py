@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gradaudit.client import Client
-from gradaudit.models.base import View
+from gradaudit.models.views import View
 from gradaudit.selection import Selection
 
 

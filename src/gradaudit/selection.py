@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
-from gradaudit.models.base import ROLES, Model, View
+from gradaudit.models.base import Model
+from gradaudit.models.views import ROLES, View
 
 _GROUPS = ("embeddings", "word", "position", "head")
 _FORM = "use 'all', a group (embeddings, word, position, head) or LAYERS:ROLES such as '0-2:q,k,v' or '*:f,p'"

@@ -14,11 +14,10 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
-    from gradaudit.models.base import Model, TextModel, View
+    from gradaudit.models.base import Model, TextModel
+    from gradaudit.models.views import View
 
 UpdateKind = Literal["gradient", "delta"]
-Task = Literal["classification", "causal-lm", "image-classification"]
-Loss = Literal["cross-entropy", "squared"]
 M_co = TypeVar("M_co", bound="Model", covariant=True, default="TextModel")
 """Kind of the model that an observation is of: of text where nothing else is said."""
 

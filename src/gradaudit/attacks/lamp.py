@@ -17,7 +17,8 @@ from gradaudit.leakage.distances import Cosine, Distance, SquaredL2
 from gradaudit.leakage.guess import first_labels, frame_of, gaussian
 from gradaudit.leakage.matching import CANDIDATE, STEP, nearest_tokens
 from gradaudit.leakage.replay import objective_of
-from gradaudit.models.base import Model, ModelSpec, TextModel
+from gradaudit.models.base import Model, TextModel
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.counters import must_be_whole
 from gradaudit.leakage.matching import as_gradient, word_gradient_hidden
-from gradaudit.models.base import View
+from gradaudit.models.views import View
 from gradaudit.types import Observation
 
 REPLAYED = ("normalized-gaussian", "sign")

@@ -20,8 +20,9 @@ from gradaudit.leakage.compiled import distance_by_compiled_step
 from gradaudit.leakage.distances import Distance
 from gradaudit.leakage.factored import Observed, Product, gradient, of_products, of_whole, rank_of_products
 from gradaudit.leakage.masks import Masks
-from gradaudit.models.base import Model, View
+from gradaudit.models.base import Model
 from gradaudit.models.taps import Tap, Traced
+from gradaudit.models.views import View
 from gradaudit.types import Observation
 
 STEP, CANDIDATE = 1.5, 0.25

@@ -27,7 +27,8 @@ from gradaudit.learned.hashing import Hash
 from gradaudit.learned.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.network import Network, NetworkShape
 from gradaudit.learned.word_pairs import PAIRS, WordPairs, load_pairs, save_pairs
-from gradaudit.types import Loss, Observation, Task, UpdateKind
+from gradaudit.models.spec import Loss, Task
+from gradaudit.types import Observation, UpdateKind
 
 P = TypeVar("P", bound="Plain")
 MANIFEST, WEIGHTS = "manifest.json", "inverter.safetensors"

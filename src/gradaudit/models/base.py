@@ -11,75 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.taps import Dropout, Traced
-from gradaudit.types import Loss, Task
+from gradaudit.models.views import View
 
 if TYPE_CHECKING:
-    from gradaudit.models.lora import Lora
-
-ROLES = ("q", "k", "v", "o", "f", "p")
-"""Matrices of a block: query, key, value, attention output, feed-forward in (gate and up) and out (projection)."""
-
-
-@dataclass(frozen=True)
-class View:
-    """A named window onto one parameter: the [out, in] matrix of a role, or a whole parameter.
-
-    A role is a view and not a parameter: GPT-2's q, k and v are thirds of one transposed matrix.
-
-    Args:
-        name: "0.q", "3.f.gate", or the parameter's own name.
-        parameter: the parameter it looks at.
-        rows: the slice along the output axis, after transposing; None for all.
-        transpose: True when the parameter is stored [in, out].
-    """
-
-    name: str
-    parameter: str
-    rows: tuple[int, int] | None = None
-    transpose: bool = False
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the window's part of the parameter (or of its gradient)."""
-        seen = tensor.T if self.transpose else tensor
-        return seen if self.rows is None else seen[self.rows[0] : self.rows[1]]
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """How to get exactly this model again, and how to name it in every output.
-
-    Args:
-        name: what the user wrote: an embedded name, hub id, folder, or "random:SHAPE".
-        task: "classification" or "causal-lm".
-        labels: number of classes (classification).
-        seed: seed of what is random in it: the fresh classification head, or all weights of a random one.
-        layers: keep only the first blocks; None keeps all.
-        random_weights: True when no weight is trained; said wherever the model is named.
-        lora: adapters that are trained in place of the model; None for none.
-        loss: what the client minimizes: "cross-entropy", or the "squared" distance of the logits from one-hot labels.
-        loaded: read only so many first blocks: what lies behind them cannot be computed. None reads all.
-        image: channels, height and width of the images; None of text.
-    """
-
-    name: str
-    task: Task = "classification"
-    labels: int = 2
-    seed: int = 0
-    layers: int | None = None
-    random_weights: bool = False
-    lora: Lora | None = None
-    loss: Loss = "cross-entropy"
-    loaded: int | None = None
-    image: tuple[int, int, int] | None = None
-
-    @property
-    def title(self) -> str:
-        """The name shown to people."""
-        depth = f", first {self.layers} blocks" if self.layers is not None else ""
-        adapters = f", {self.lora.title}" if self.lora is not None else ""
-        depth += f", {self.loaded} blocks of it loaded" if self.loaded is not None else ""
-        return self.name + depth + adapters + (" (random weights)" if self.random_weights else "")
+    pass
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from gradaudit.models.base import FirstInputs, View
+from gradaudit.models.base import FirstInputs
+from gradaudit.models.views import View
 
 
 class Family(ABC):

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
-from gradaudit.models.base import Model, ModelSpec, View
+from gradaudit.models.base import Model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.state import fingerprint_of, remember
+from gradaudit.models.views import View
 from gradaudit.streams import global_stream, stream
 
 

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from gradaudit.errors import BadInputError
 from gradaudit.models.families import FAMILIES
+from gradaudit.models.spec import Lora
 from gradaudit.streams import global_stream, stream
 
 _ROLES = {"attention": "qkvo", "all-linear": "qkvofp"}
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Adapters: y = W x + alpha / rank B A x, of which A [rank, in], B [out, rank] and the task head are trained.
-
-    Args:
-        rank: r.
-        alpha: scale; None takes 2 r.
-        modules: "attention" (q, k, v, o of every block) or "all-linear" (and the feed-forward).
-        warmup: steps of AdamW on rows that are in no audited batch, before the update. peft begins with B = 0, and
-            then A has no gradient: a first update gives nothing away that later ones do not.
-    """
-
-    rank: int = 8
-    alpha: float | None = None
-    modules: Literal["attention", "all-linear"] = "attention"
-    warmup: int = 0
-
-    @property
-    def title(self) -> str:
-        """The name shown to people."""
-        after = f", after {self.warmup} steps" if self.warmup else ""
-        return f"LoRA r = {self.rank} on {self.modules}{after}"
 
 
 def add_adapters(module: Any, lora: Lora, seed: int) -> None:

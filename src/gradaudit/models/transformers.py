@@ -13,10 +13,12 @@ from torch.func import functional_call
 from transformers.cache_utils import DynamicCache
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
-from gradaudit.models.base import ROLES, FirstInputs, ModelSpec, Past, SpecialTokens, TextModel, View
+from gradaudit.models.base import FirstInputs, Past, SpecialTokens, TextModel
 from gradaudit.models.families import FAMILIES, Family
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.state import fingerprint_of, remember
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
+from gradaudit.models.views import ROLES, View
 
 _ADAPTER = "lora_A.default.weight"
 

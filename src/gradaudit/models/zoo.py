@@ -13,10 +13,10 @@ import torch
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models import packages
-from gradaudit.models.base import ModelSpec
 from gradaudit.models.families import FAMILIES
 from gradaudit.models.images import IMAGE_MODELS
 from gradaudit.models.lora import add_adapters
+from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import global_stream, stream
 

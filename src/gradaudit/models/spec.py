@@ -1,0 +1,73 @@
+"""What decides a model: its name, task, adapters and loss, enough to get exactly it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to get exactly this model again, and how to name it in every output.
+
+    Args:
+        name: what the user wrote: an embedded name, hub id, folder, or "random:SHAPE".
+        task: "classification" or "causal-lm".
+        labels: number of classes (classification).
+        seed: seed of what is random in it: the fresh classification head, or all weights of a random one.
+        layers: keep only the first blocks; None keeps all.
+        random_weights: True when no weight is trained; said wherever the model is named.
+        lora: adapters that are trained in place of the model; None for none.
+        loss: what the client minimizes: "cross-entropy", or the "squared" distance of the logits from one-hot labels.
+        loaded: read only so many first blocks: what lies behind them cannot be computed. None reads all.
+        image: channels, height and width of the images; None of text.
+    """
+
+    name: str
+    task: Task = "classification"
+    labels: int = 2
+    seed: int = 0
+    layers: int | None = None
+    random_weights: bool = False
+    lora: Lora | None = None
+    loss: Loss = "cross-entropy"
+    loaded: int | None = None
+    image: tuple[int, int, int] | None = None
+
+    @property
+    def title(self) -> str:
+        """The name shown to people."""
+        depth = f", first {self.layers} blocks" if self.layers is not None else ""
+        adapters = f", {self.lora.title}" if self.lora is not None else ""
+        depth += f", {self.loaded} blocks of it loaded" if self.loaded is not None else ""
+        return self.name + depth + adapters + (" (random weights)" if self.random_weights else "")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters: y = W x + alpha / rank B A x, of which A [rank, in], B [out, rank] and the task head are trained.
+
+    Args:
+        rank: r.
+        alpha: scale; None takes 2 r.
+        modules: "attention" (q, k, v, o of every block) or "all-linear" (and the feed-forward).
+        warmup: steps of AdamW on rows that are in no audited batch, before the update. peft begins with B = 0, and
+            then A has no gradient: a first update gives nothing away that later ones do not.
+    """
+
+    rank: int = 8
+    alpha: float | None = None
+    modules: Literal["attention", "all-linear"] = "attention"
+    warmup: int = 0
+
+    @property
+    def title(self) -> str:
+        """The name shown to people."""
+        after = f", after {self.warmup} steps" if self.warmup else ""
+        return f"LoRA r = {self.rank} on {self.modules}{after}"
+
+
+Task = Literal["classification", "causal-lm", "image-classification"]
+
+
+Loss = Literal["cross-entropy", "squared"]
