@@ -17,9 +17,9 @@ import torch
 
 from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import load_case
-from gradaudit.leakage.erasures import decode, refine
-from gradaudit.leakage.rows import INSIDE, LEAST_KEPT, MaskedInputs, Search, find_rows
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.decoding.erasures import decode, refine
+from gradaudit.leakage.decoding.rows import INSIDE, LEAST_KEPT, MaskedInputs, Search, find_rows
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.process import ready_process
 from gradaudit.streams import stream
 

@@ -19,8 +19,8 @@ from tables import command, commit, write_table
 
 from gradaudit.audit import prepare, private_batch, sent
 from gradaudit.case import parse_case
-from gradaudit.leakage.growth import AcceptedTokens
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.rowspace.growth import AcceptedTokens
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.process import ready_process
 

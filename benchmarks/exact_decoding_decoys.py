@@ -19,11 +19,11 @@ from tables import command
 
 from gradaudit.audit import Prepared, pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
-from gradaudit.leakage.assembly import take_out
-from gradaudit.leakage.deflation import matrices, remainder
-from gradaudit.leakage.rows import MaskedInputs, Search, find_rows, look_harder
-from gradaudit.leakage.sentences import CLOSED, DecodedRows
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.decoding.assembly import take_out
+from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, look_harder
+from gradaudit.leakage.decoding.sentences import CLOSED, DecodedRows
+from gradaudit.leakage.rowspace.deflation import matrices, remainder
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.process import ready_process
 from gradaudit.streams import stream
 

@@ -28,8 +28,8 @@ from gradaudit.case import parse_case
 from gradaudit.client import Client
 from gradaudit.errors import AuditError
 from gradaudit.fitting import INVERTERS, fitted
-from gradaudit.learned.features import hashed, sizes_of
-from gradaudit.learned.hashing import Hash
+from gradaudit.learned.text.features import hashed, sizes_of
+from gradaudit.learned.text.hashing import Hash
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.packages import gpt2_vocabulary_folder
 from gradaudit.models.transformers import TransformersModel

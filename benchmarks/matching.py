@@ -23,7 +23,7 @@ from tables import command, commit, write_table
 
 from gradaudit.audit import RECORDS, pick_device, prepare, run
 from gradaudit.case import parse_case
-from gradaudit.leakage.compiled import compiling
+from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.process import ready_process
 from gradaudit.record import Record, read_lines

@@ -26,13 +26,13 @@ from tables import command, commit
 
 from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
-from gradaudit.leakage.beams import BeamSearch
-from gradaudit.leakage.candidates import Candidates, permutations, reordered
-from gradaudit.leakage.compiled import compiling
-from gradaudit.leakage.distances import L2, Cosine, Distance, SquaredL2
-from gradaudit.leakage.layout import Layout
-from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Objective
+from gradaudit.leakage.matching.beams import BeamSearch
+from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.matching.compiled import compiling
+from gradaudit.leakage.matching.distances import L2, Cosine, Distance, SquaredL2
+from gradaudit.leakage.matching.layout import Layout
+from gradaudit.leakage.matching.masks import Masks
+from gradaudit.leakage.matching.objective import Objective
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.process import ready_process
 from gradaudit.types import Batch, Observation

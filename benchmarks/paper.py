@@ -18,7 +18,7 @@ from tables import command
 
 from gradaudit.audit import pick_device, prepare, run, run_info
 from gradaudit.case import Case, load_case
-from gradaudit.leakage.compiled import compiling
+from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.metrics.summary import interval, summarize
 from gradaudit.process import ready_process
 from gradaudit.progress import step

@@ -15,8 +15,8 @@ from exact_decoding import DATA, OFF, Cell
 
 from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
-from gradaudit.leakage.deflation import matrices, remainder
-from gradaudit.leakage.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.leakage.rowspace.deflation import matrices, remainder
 from gradaudit.process import ready_process
 
 

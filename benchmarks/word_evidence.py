@@ -17,8 +17,8 @@ from tables import command, commit
 
 from gradaudit.audit import pick_device, prepare, private_batch, sent
 from gradaudit.case import parse_case
-from gradaudit.leakage.ranking import likeliest_words, rank_words
-from gradaudit.leakage.subspace import stack
+from gradaudit.leakage.rowspace.ranking import likeliest_words, rank_words
+from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.process import ready_process
 
 LEVELS = (0.01, 0.05, 0.1)

@@ -13,14 +13,15 @@ from gradaudit.attacks.grab import Grab
 from gradaudit.attacks.lamp import Lamp, edit, surprise
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.beams import BeamSearch, ended, moves
-from gradaudit.leakage.candidates import Candidates, permutations, reordered
-from gradaudit.leakage.descent import Descent
-from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, SquaredL2
-from gradaudit.leakage.factored import Observed, Product, gradient, of_products, rank_of_products
-from gradaudit.leakage.layout import Layout, layout
-from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Heat, Objective
+from gradaudit.leakage.matching.beams import BeamSearch, ended, moves
+from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.matching.descent import Descent
+from gradaudit.leakage.matching.distances import L2, Cosine, Normalized, OnSupport, SquaredL2
+from gradaudit.leakage.matching.factored import Observed, Product, gradient, of_products, rank_of_products
+from gradaudit.leakage.matching.layout import Layout, layout
+from gradaudit.leakage.matching.masks import Masks
+from gradaudit.leakage.matching.objective import Objective
+from gradaudit.leakage.matching.screening import Heat
 from gradaudit.models.taps import _tap
 from gradaudit.registry import build
 from gradaudit.streams import stream

@@ -10,11 +10,11 @@ import torch
 
 from gradaudit.attacks.tag import Tag
 from gradaudit.client import Client
-from gradaudit.leakage import compiled
-from gradaudit.leakage.compiled import compiling
-from gradaudit.leakage.distances import L2, Cosine, OnSupport, SquaredL2
-from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Objective
+from gradaudit.leakage.matching import compiled
+from gradaudit.leakage.matching.compiled import compiling
+from gradaudit.leakage.matching.distances import L2, Cosine, OnSupport, SquaredL2
+from gradaudit.leakage.matching.masks import Masks
+from gradaudit.leakage.matching.objective import Objective
 from gradaudit.streams import stream
 from tiny_models import batch_of, seen_of, sentences
 

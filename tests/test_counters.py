@@ -10,9 +10,9 @@ import torch
 from gradaudit.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge import diagnose, flags, notes_of
-from gradaudit.leakage.counters import COUNTERED, countered
-from gradaudit.leakage.distances import Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
-from gradaudit.leakage.matching import Objective
+from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.distances import Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
+from gradaudit.leakage.matching.objective import Objective
 from gradaudit.registry import build, known
 from gradaudit.streams import stream
 from gradaudit.types import Given, Reconstruction

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.crowd import is_full
-from gradaudit.leakage.ends import copies, ends_of, share
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.rowspace.past_width import is_full
+from gradaudit.leakage.rowspace.sentence_ends import copies, ends_of, share
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given

@@ -16,11 +16,11 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client import Client
 from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.assembly import Solved, take_out
-from gradaudit.leakage.deflation import Remainder, matrices, remainder
-from gradaudit.leakage.explain import Explained
-from gradaudit.leakage.growth import Grown
-from gradaudit.leakage.sentences import DecodedRows
+from gradaudit.leakage.decoding.assembly import Solved, take_out
+from gradaudit.leakage.decoding.explain import Explained
+from gradaudit.leakage.decoding.sentences import DecodedRows
+from gradaudit.leakage.rowspace.deflation import Remainder, matrices, remainder
+from gradaudit.leakage.rowspace.growth import Grown
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build

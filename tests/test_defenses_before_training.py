@@ -16,8 +16,8 @@ from gradaudit.defenses.noise import Gaussian
 from gradaudit.defenses.obfuscation import TokenObfuscation
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage import guess_back
+from gradaudit.models.neighbors import _related, stand_ins, stood_for
 from gradaudit.registry import build, known
-from gradaudit.stand_ins import _related, stand_ins, stood_for
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining, Reconstruction
 from tiny_models import FAMILIES, batch_of, seen_of, sentences

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from gradaudit.attacks.dlg import Dlg
 from gradaudit.client import Client
-from gradaudit.leakage import harness
-from gradaudit.leakage.descent import Descent, Point, Schedule, better, by_lbfgs, minimize
-from gradaudit.leakage.distances import L2
-from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Objective
+from gradaudit.leakage.matching import loop as harness
+from gradaudit.leakage.matching.descent import Descent, Point, Schedule, better, by_lbfgs, minimize
+from gradaudit.leakage.matching.distances import L2
+from gradaudit.leakage.matching.masks import Masks
+from gradaudit.leakage.matching.objective import Objective
 from gradaudit.streams import stream
 from gradaudit.types import Given
 from tiny_models import batch_of, seen_of, sentences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.learned.simulated import Public, drawn_like
+from gradaudit.learned.public import Public, drawn_like
 from gradaudit.streams import stream
 
 FIRST, LAST, PAD = 1, 2, 0

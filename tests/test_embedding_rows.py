@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.crowd import Crowd
-from gradaudit.leakage.embedding_rows import words_of
-from gradaudit.leakage.growth import AcceptedTokens, Rules
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.rowspace.embedding_rows import words_of
+from gradaudit.leakage.rowspace.growth import AcceptedTokens, Rules
+from gradaudit.leakage.rowspace.past_width import Crowd
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining

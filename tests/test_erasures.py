@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from gradaudit.leakage import erasures
+from gradaudit.leakage.decoding import erasures
 
 WIDTH = 192
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.leakage.evidence import common_of, deviation, leverage_of, outside_of
+from gradaudit.leakage.rowspace.evidence import common_of, deviation, leverage_of, outside_of
 from gradaudit.models.views import ROLES
 from tiny_models import DECODERS, ENCODERS
 

@@ -7,8 +7,8 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.exchanges import Exchanges, Guess, exchange_words
-from gradaudit.leakage.likeness import Likeness
+from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words
+from gradaudit.leakage.matching.similarity import Likeness
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given

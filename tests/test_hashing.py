@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from gradaudit.learned.hashing import Hash
+from gradaudit.learned.text.hashing import Hash
 
 SIZES = {"a": 300, "b": 41, "c": 1659}
 MASK = (1 << 64) - 1

@@ -21,8 +21,8 @@ from gradaudit.data.images import load_images, public_images
 from gradaudit.data.source import DataSpec
 from gradaudit.errors import MissingKnowledgeError
 from gradaudit.judge_images import judge_images
-from gradaudit.leakage.generator import GeneratorSpec, generator_of
-from gradaudit.leakage.image_matching import ImageMatch, match_for, total_variation
+from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
+from gradaudit.leakage.images.matching import ImageMatch, match_for, total_variation
 from gradaudit.learned.kept import learned_in
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel, load_image_model

@@ -17,13 +17,13 @@ from gradaudit.data.images import load_images, public_images
 from gradaudit.data.source import DataSpec
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.fitting import fit
-from gradaudit.leakage.image_evidence import ImageEvidence, has_law
-from gradaudit.leakage.image_posterior import likeliest_images
-from gradaudit.learned.compared import compared, output_layer
-from gradaudit.learned.features import scaling_of
-from gradaudit.learned.image_fit import _by_blocks
-from gradaudit.learned.kernel import fit_kernel
-from gradaudit.learned.spread import spread_of
+from gradaudit.leakage.images.likelihood import ImageEvidence, has_law
+from gradaudit.leakage.images.posterior import likeliest_images
+from gradaudit.learned.images.features import compared, output_layer
+from gradaudit.learned.images.fit import _by_blocks
+from gradaudit.learned.images.kernel import fit_kernel
+from gradaudit.learned.images.residuals import spread_of
+from gradaudit.learned.scaling import scaling_of
 from gradaudit.models.images import load_image_model
 from gradaudit.models.spec import ModelSpec
 from gradaudit.registry import build

@@ -12,8 +12,8 @@ from gradaudit.client import Client, observation
 from gradaudit.data.images import load_images, public_images
 from gradaudit.data.source import DataSpec
 from gradaudit.judge_images import judge_images
-from gradaudit.leakage.image_matching import ImageMatch, ImageObjective
-from gradaudit.leakage.image_replay import ImageReplay, image_objective
+from gradaudit.leakage.images.matching import ImageMatch, ImageObjective
+from gradaudit.leakage.images.replay import ImageReplay, image_objective
 from gradaudit.models.images import ImageModel, load_image_model
 from gradaudit.models.spec import ModelSpec
 from gradaudit.registry import build

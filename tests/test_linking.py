@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradaudit.leakage import linking
+from gradaudit.leakage.decoding import linking
 
 HEADS, SIZE = 6, 16
 

@@ -14,7 +14,7 @@ from gradaudit.bundle import save_bundle
 from gradaudit.case import parse_case
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build

@@ -17,9 +17,9 @@ from gradaudit.client import Client
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
 from gradaudit.fitted_rows import ROWS
 from gradaudit.fitting import fit, target_of
-from gradaudit.learned import inverter as disk
-from gradaudit.learned.network import Network, NetworkShape, hits, loss_of
-from gradaudit.learned.simulated import Public
+from gradaudit.learned.public import Public
+from gradaudit.learned.text import inverter as disk
+from gradaudit.learned.text.network import Network, NetworkShape, hits, loss_of
 from gradaudit.learned.training import Recipe, train
 from gradaudit.registry import build
 from gradaudit.selection import Selection

@@ -23,9 +23,9 @@ from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedE
 from gradaudit.examine import examine
 from gradaudit.fitting import fit
 from gradaudit.judge_images import judge_images
-from gradaudit.learned.image_inverter import load_image_inverter
-from gradaudit.learned.image_network import in_slots
-from gradaudit.learned.kernel import Kernel, distances, fit_kernel
+from gradaudit.learned.images.inverter import load_image_inverter
+from gradaudit.learned.images.kernel import Kernel, distances, fit_kernel
+from gradaudit.learned.images.network import in_slots
 from gradaudit.models.images import ImageModel, load_image_model
 from gradaudit.models.spec import ModelSpec
 from gradaudit.png import png

@@ -12,13 +12,13 @@ from gradaudit import audit
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError
 from gradaudit.fitting import fit
-from gradaudit.learned import features, layered_fit
-from gradaudit.learned import inverter as disk
-from gradaudit.learned.hashing import Hash
-from gradaudit.learned.layers import LayeredNetwork, LayeredShape
+from gradaudit.learned.public import Public
 from gradaudit.learned.ridge import fit_ridge
-from gradaudit.learned.simulated import Public
-from gradaudit.learned.words import word_vectors
+from gradaudit.learned.text import features, layered_fit
+from gradaudit.learned.text import inverter as disk
+from gradaudit.learned.text.hashing import Hash
+from gradaudit.learned.text.layers import LayeredNetwork, LayeredShape
+from gradaudit.learned.text.words import word_vectors
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
@@ -184,7 +184,7 @@ def test_what_it_cannot_do_is_refused(load, tmp_path):
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_taken(load, tmp_path, monkeypatch):
-    monkeypatch.setattr("gradaudit.learned.layered_fit._LARGEST", 1000)
+    monkeypatch.setattr("gradaudit.learned.text.layered_fit._LARGEST", 1000)
     client = client_of(load("gpt2", "causal-lm"))
     with pytest.raises(BadInputError, match="do not fit into memory; lower share, references or width"):
         fitted(client, tmp_path, texts(client.model, 40, 1))

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gradaudit.client import Client
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage import harness
-from gradaudit.leakage.descent import Descent, Schedule, minimize
-from gradaudit.leakage.distances import L2, Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
-from gradaudit.leakage.layout import layout, longest_position
-from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Objective, as_gradient, nearest_tokens, without, word_gradient_hidden
+from gradaudit.leakage.matching import loop as harness
+from gradaudit.leakage.matching.descent import Descent, Schedule, minimize
+from gradaudit.leakage.matching.distances import L2, Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
+from gradaudit.leakage.matching.layout import layout, longest_position
+from gradaudit.leakage.matching.masks import Masks
+from gradaudit.leakage.matching.objective import Objective, without
+from gradaudit.leakage.observed import as_gradient, nearest_tokens, word_gradient_hidden
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.noise_floor import (
+from gradaudit.leakage.rowspace.noise_floor import (
     above_noise,
     clear_cut,
     few_digits,
@@ -18,8 +18,8 @@ from gradaudit.leakage.noise_floor import (
     noise_rank,
     whitened,
 )
-from gradaudit.leakage.noisy_growth import _lost_its_way, _trimmed
-from gradaudit.leakage.subspace import Span, VocabularyCheck, below_wrong, span
+from gradaudit.leakage.rowspace.noisy_growth import _lost_its_way, _trimmed
+from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck, below_wrong, span
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.joint import joint, joint_residuals
-from gradaudit.leakage.noisy_growth import _chosen, _free, _limit, _lost_its_way
-from gradaudit.leakage.prefixes import leaf_values
+from gradaudit.leakage.rowspace.joint import joint, joint_residuals
+from gradaudit.leakage.rowspace.noisy_growth import _chosen, _free, _limit, _lost_its_way
+from gradaudit.leakage.rowspace.prefixes import leaf_values
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from tiny_models import DECODERS, batch_of, seen_of, sentences

@@ -8,9 +8,9 @@ import torch
 from gradaudit.attacks.decode import Decode
 from gradaudit.client import Client
 from gradaudit.data.source import make_batch
-from gradaudit.leakage.deflation import matrices
-from gradaudit.leakage.order import arrange, likely_places, likeness, order_words
-from gradaudit.leakage.subspace import stack
+from gradaudit.leakage.decoding.order import arrange, likely_places, likeness, order_words
+from gradaudit.leakage.rowspace.deflation import matrices
+from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build

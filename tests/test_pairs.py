@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.deflation import matrices, remainder, sentence_gradient
-from gradaudit.leakage.explain import explain
-from gradaudit.leakage.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.leakage.decoding.explain import explain
+from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.leakage.rowspace.deflation import matrices, remainder, sentence_gradient
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from tiny_models import batch_of, seen_of, sentences

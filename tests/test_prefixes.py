@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.leakage import prefixes as prefixes_module
-from gradaudit.leakage.prefixes import Attended, blocks_for, extension_residuals, leaf_values, prefix_residuals
-from gradaudit.leakage.subspace import Span
+from gradaudit.leakage.rowspace import prefixes as prefixes_module
+from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for, extension_residuals, leaf_values, prefix_residuals
+from gradaudit.leakage.rowspace.subspace import Span
 from tiny_models import DECODERS, hidden_states
 
 

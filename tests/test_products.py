@@ -9,7 +9,7 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.products import Products
+from gradaudit.leakage.rowspace.products import Products
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from tiny_models import batch_of, seen_of, sentences

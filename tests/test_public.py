@@ -21,8 +21,8 @@ from gradaudit.data.windows import apart, windows
 from gradaudit.errors import BadInputError
 from gradaudit.fitting import INVERTERS
 from gradaudit.learned import training
-from gradaudit.learned.inverter import MANIFEST
-from gradaudit.learned.simulated import Public
+from gradaudit.learned.manifest import MANIFEST
+from gradaudit.learned.public import Public
 from gradaudit.record import Record, read_lines
 from gradaudit.registry import build
 from made_data import rows_of

@@ -9,8 +9,8 @@ import torch
 
 from gradaudit.client import Client
 from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
-from gradaudit.leakage.ranking import accepted, expected_by_chance, likeliest_words, rank_words, shrunk
-from gradaudit.leakage.subspace import stack
+from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance, likeliest_words, rank_words, shrunk
+from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build

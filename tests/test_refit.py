@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from gradaudit.client import Client
-from gradaudit.leakage.candidates import Candidates
-from gradaudit.leakage.distances import L2
-from gradaudit.leakage.layout import layout
-from gradaudit.leakage.matching import Objective
-from gradaudit.leakage.refit import Refit
+from gradaudit.leakage.matching.candidates import Candidates
+from gradaudit.leakage.matching.distances import L2
+from gradaudit.leakage.matching.layout import layout
+from gradaudit.leakage.matching.objective import Objective
+from gradaudit.leakage.matching.refit import Refit
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.types import Given

@@ -11,10 +11,10 @@ from gradaudit.attacks.grab import Grab
 from gradaudit.attacks.tag import Tag
 from gradaudit.client import Client
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.distances import L2, Cosine, SquaredL2
-from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import Objective
-from gradaudit.leakage.replay import Replay, objective_of
+from gradaudit.leakage.matching.distances import L2, Cosine, SquaredL2
+from gradaudit.leakage.matching.masks import Masks
+from gradaudit.leakage.matching.objective import Objective
+from gradaudit.leakage.matching.replay import Replay, objective_of
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining
 from tiny_models import SETTINGS, batch_of, doubled, seen_of, sentences

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gradaudit.client import Client
 from gradaudit.data.source import make_batch
-from gradaudit.leakage import sentences
-from gradaudit.leakage.rows import INSIDE, MaskedInputs, Row, Search, find_rows
-from gradaudit.leakage.sentences import DecodedRows, Signals, certificate
-from gradaudit.leakage.subspace import span
+from gradaudit.leakage.decoding import sentences
+from gradaudit.leakage.decoding.rows import INSIDE, MaskedInputs, Row, Search, find_rows
+from gradaudit.leakage.decoding.sentences import DecodedRows, Signals, certificate
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.selection import Selection

@@ -7,9 +7,9 @@ import torch
 from scipy import stats
 
 from gradaudit.client import Client
-from gradaudit.learned.features import Hashed, hashed, noised, sizes_of
-from gradaudit.learned.hashing import Hash
-from gradaudit.learned.simulated import Public
+from gradaudit.learned.public import Public
+from gradaudit.learned.text.features import Hashed, hashed, noised, sizes_of
+from gradaudit.learned.text.hashing import Hash
 from gradaudit.registry import build, known
 from gradaudit.selection import Selection
 from gradaudit.simulate import ClientSimulation, _batch

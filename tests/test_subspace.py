@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradaudit.client import Client
-from gradaudit.leakage.subspace import (
+from gradaudit.leakage.rowspace.subspace import (
     Candidates,
     Span,
     VocabularyCheck,

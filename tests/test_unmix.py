@@ -8,10 +8,10 @@ import torch
 from gradaudit.attacks.decode import Decode
 from gradaudit.client import Client
 from gradaudit.data.source import make_batch
-from gradaudit.leakage.deflation import matrices, sentence_gradient
-from gradaudit.leakage.order import judged
-from gradaudit.leakage.subspace import stack
-from gradaudit.leakage.unmix import place_words, take_off
+from gradaudit.leakage.decoding.order import judged
+from gradaudit.leakage.decoding.several import place_words, take_off
+from gradaudit.leakage.rowspace.deflation import matrices, sentence_gradient
+from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build

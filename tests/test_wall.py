@@ -96,7 +96,7 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 
 def test_the_import_reader_sees_what_is_there():
     assert "gradaudit.client" in IMPORTS["gradaudit.judge"]
-    assert "gradaudit.leakage.subspace" in IMPORTS["gradaudit.attacks.dager"]
+    assert "gradaudit.leakage.rowspace.subspace" in IMPORTS["gradaudit.attacks.dager"]
     assert "gradaudit.models.base" not in IMPORTS["gradaudit.types"], "for type checkers only"
     assert {"gradaudit.client", "gradaudit.data.source"} <= reach("gradaudit.audit")
     assert len(side("attacks")) >= 5

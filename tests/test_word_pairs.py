@@ -14,10 +14,10 @@ from gradaudit.client import Client
 from gradaudit.data.source import make_batch
 from gradaudit.errors import BadInputError
 from gradaudit.fitting import fit
-from gradaudit.learned import inverter as disk
-from gradaudit.learned import word_pairs
-from gradaudit.learned.simulated import Public
-from gradaudit.learned.word_pairs import PAIRS, count_pairs, weigh
+from gradaudit.learned.public import Public
+from gradaudit.learned.text import inverter as disk
+from gradaudit.learned.text import word_pairs
+from gradaudit.learned.text.word_pairs import PAIRS, count_pairs, weigh
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream

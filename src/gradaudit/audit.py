@@ -31,9 +31,9 @@ from gradaudit.examples import Private
 from gradaudit.fitted_rows import refuse_seen
 from gradaudit.fitting import INVERTERS, Data, check_told, digest_of, fitted, public_text
 from gradaudit.judge import Judgment, diagnose, flags, judge, notes_of, sentence, spectrum
-from gradaudit.learned.inverter import digest_of_inverter
 from gradaudit.learned.kept import learned_in
-from gradaudit.learned.simulated import Public
+from gradaudit.learned.manifest import digest_of_inverter
+from gradaudit.learned.public import Public
 from gradaudit.metrics import text as metrics
 from gradaudit.models.base import Model
 from gradaudit.models.spec import ModelSpec

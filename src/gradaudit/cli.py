@@ -127,7 +127,7 @@ def run(
     """Run a case: attack every batch, judge it, write records and a report. Run again to go on after a stop."""
     from gradaudit import audit
     from gradaudit.case import load_case
-    from gradaudit.leakage.compiled import compiling
+    from gradaudit.leakage.matching.compiled import compiling
     from gradaudit.metrics.summary import summarize
     from gradaudit.process import ready_process
     from gradaudit.progress import step
@@ -200,7 +200,7 @@ def attack(
     """Attack update bundles that you are entitled to examine; no truth is needed."""
     from gradaudit.audit import pick_device
     from gradaudit.examine import Examination, examine
-    from gradaudit.leakage.compiled import compiling
+    from gradaudit.leakage.matching.compiled import compiling
     from gradaudit.png import room_for_pictures
     from gradaudit.process import ready_process
     from gradaudit.rounds import examine_rounds, save_rounds
@@ -384,7 +384,7 @@ def sweep(
 
     from gradaudit.audit import pick_device
     from gradaudit.frontier import frontiers
-    from gradaudit.leakage.compiled import compiling
+    from gradaudit.leakage.matching.compiled import compiling
     from gradaudit.process import ready_process
     from gradaudit.report.frontier_page import write_frontiers
     from gradaudit.sweep import TABLE, load_sweep, run_sweep

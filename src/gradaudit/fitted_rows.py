@@ -11,7 +11,7 @@ import torch
 
 from gradaudit.errors import BadInputError
 from gradaudit.examples import Private
-from gradaudit.learned.simulated import Public
+from gradaudit.learned.public import Public
 from gradaudit.models.base import Model
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.types import ImageBatch, PublicImages

@@ -18,8 +18,8 @@ from gradaudit.data.source import PublicSpec, Rows, load_rows, make_batch, shuff
 from gradaudit.data.windows import apart, windows
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.fitted_rows import note_rows
-from gradaudit.learned.inverter import MANIFEST, Target
-from gradaudit.learned.simulated import Public
+from gradaudit.learned.manifest import MANIFEST, Target
+from gradaudit.learned.public import Public
 from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.one_writer import only_writer

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradaudit.client import Client
 from gradaudit.data.sensitive import spans
 from gradaudit.examples import Private
-from gradaudit.leakage.subspace import gap_rank, stack
+from gradaudit.leakage.rowspace.subspace import gap_rank, stack
 from gradaudit.metrics import text as metrics
 from gradaudit.metrics.rouge import has_bigram
 from gradaudit.models.base import Model

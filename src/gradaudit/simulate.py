@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.defenses.base import BatchDefense, ExampleDefense, RoleDefense, UpdateDefense
-from gradaudit.learned.simulated import Part
+from gradaudit.learned.public import Part
 from gradaudit.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.replayed_client import ReplayedClient

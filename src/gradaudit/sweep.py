@@ -26,8 +26,8 @@ from gradaudit.case import Case, case_data, parse_case
 from gradaudit.data.source import Rows, load_rows
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
 from gradaudit.fitting import INVERTERS
-from gradaudit.leakage.compiled import asked as compile_steps
-from gradaudit.leakage.compiled import compiling
+from gradaudit.leakage.matching.compiled import asked as compile_steps
+from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.learned.kept import learned_in
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import Model

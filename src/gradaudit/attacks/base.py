@@ -16,7 +16,7 @@ from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Knowledge, Observation, Reconstruction
 
 if TYPE_CHECKING:
-    from gradaudit.learned.inverter import Target
+    from gradaudit.learned.manifest import Target
 
 M = TypeVar("M", bound=Model, default=TextModel)
 

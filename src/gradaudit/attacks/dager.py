@@ -12,15 +12,15 @@ from torch import Tensor
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.crowd import Crowd, is_full
-from gradaudit.leakage.embedding_rows import words_of
-from gradaudit.leakage.ends import ends_of
-from gradaudit.leakage.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
 from gradaudit.leakage.guess_back import OBFUSCATION
-from gradaudit.leakage.joint import Joint, joint
-from gradaudit.leakage.noisy_growth import grow_under_noise
-from gradaudit.leakage.products import Products
-from gradaudit.leakage.subspace import Span, span
+from gradaudit.leakage.rowspace.embedding_rows import words_of
+from gradaudit.leakage.rowspace.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
+from gradaudit.leakage.rowspace.joint import Joint, joint
+from gradaudit.leakage.rowspace.noisy_growth import grow_under_noise
+from gradaudit.leakage.rowspace.past_width import Crowd, is_full
+from gradaudit.leakage.rowspace.products import Products
+from gradaudit.leakage.rowspace.sentence_ends import ends_of
+from gradaudit.leakage.rowspace.subspace import Span, span
 from gradaudit.models.base import Model, TextModel
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register

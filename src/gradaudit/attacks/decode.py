@@ -9,16 +9,16 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.assembly import solve
-from gradaudit.leakage.deflation import matrices
-from gradaudit.leakage.explain import explain
-from gradaudit.leakage.growth import Rules, grow
-from gradaudit.leakage.order import order_words
-from gradaudit.leakage.ranking import rank_words
-from gradaudit.leakage.rows import MaskedInputs, Search, find_rows, look_harder
-from gradaudit.leakage.sentences import DecodedRows, Linked, Signals
-from gradaudit.leakage.subspace import Span, span, stack
-from gradaudit.leakage.unmix import place_words, unmix
+from gradaudit.leakage.decoding.assembly import solve
+from gradaudit.leakage.decoding.explain import explain
+from gradaudit.leakage.decoding.order import order_words
+from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, look_harder
+from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
+from gradaudit.leakage.decoding.several import place_words, unmix
+from gradaudit.leakage.rowspace.deflation import matrices
+from gradaudit.leakage.rowspace.growth import Rules, grow
+from gradaudit.leakage.rowspace.ranking import rank_words
+from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 

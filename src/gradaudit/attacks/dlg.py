@@ -9,10 +9,10 @@ import torch
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError
-from gradaudit.leakage.counters import COUNTERED, countered
-from gradaudit.leakage.distances import SquaredL2
-from gradaudit.leakage.harness import match
-from gradaudit.leakage.matching import STEP
+from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.distances import SquaredL2
+from gradaudit.leakage.matching.loop import match
+from gradaudit.leakage.observed import STEP
 from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
-from gradaudit.leakage.exchanges import Exchanges, Guess, exchange_words
-from gradaudit.leakage.guess import first_labels
-from gradaudit.leakage.layout import layout
-from gradaudit.leakage.likeness import REPLAYED, Likeness
+from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words
+from gradaudit.leakage.matching.layout import layout
+from gradaudit.leakage.matching.similarity import REPLAYED, Likeness
+from gradaudit.leakage.matching.start import first_labels
 from gradaudit.leakage.priors import frequent_tokens
 from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register

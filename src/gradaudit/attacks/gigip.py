@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
-from gradaudit.leakage.generator import GeneratorSpec, generator_of
-from gradaudit.leakage.image_matching import COUNTERED, image_labels, match_for, total_variation
-from gradaudit.leakage.image_replay import image_objective
+from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
+from gradaudit.leakage.images.matching import COUNTERED, image_labels, match_for, total_variation
+from gradaudit.leakage.images.replay import image_objective
 from gradaudit.models.images import ImageModel
 from gradaudit.progress import track
 from gradaudit.registry import hyper, register

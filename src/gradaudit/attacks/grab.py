@@ -10,19 +10,19 @@ from torch import Tensor
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.beams import Beam, BeamSearch, ended
-from gradaudit.leakage.candidates import Candidates, permutations, reordered
-from gradaudit.leakage.counters import countered
-from gradaudit.leakage.descent import Descent, Schedule, minimize
-from gradaudit.leakage.distances import L2, Distance
-from gradaudit.leakage.guess import first_labels, frame_of, gaussian
-from gradaudit.leakage.layout import Layout
-from gradaudit.leakage.masks import Masks
-from gradaudit.leakage.matching import CANDIDATE, STEP, nearest_tokens
-from gradaudit.leakage.ranking import rank_words
-from gradaudit.leakage.refit import Refit
-from gradaudit.leakage.replay import objective_of
-from gradaudit.leakage.subspace import stack
+from gradaudit.leakage.matching.beams import Beam, BeamSearch, ended
+from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.matching.counters import countered
+from gradaudit.leakage.matching.descent import Descent, Schedule, minimize
+from gradaudit.leakage.matching.distances import L2, Distance
+from gradaudit.leakage.matching.layout import Layout
+from gradaudit.leakage.matching.masks import Masks
+from gradaudit.leakage.matching.refit import Refit
+from gradaudit.leakage.matching.replay import objective_of
+from gradaudit.leakage.matching.start import first_labels, frame_of, gaussian
+from gradaudit.leakage.observed import CANDIDATE, STEP, nearest_tokens
+from gradaudit.leakage.rowspace.ranking import rank_words
+from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction

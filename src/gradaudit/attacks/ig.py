@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
-from gradaudit.leakage.image_matching import (
+from gradaudit.leakage.images.matching import (
     COUNTERED,
     Signed,
     image_labels,
@@ -17,7 +17,7 @@ from gradaudit.leakage.image_matching import (
     minimize_images,
     total_variation,
 )
-from gradaudit.leakage.image_replay import image_objective
+from gradaudit.leakage.images.replay import image_objective
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction

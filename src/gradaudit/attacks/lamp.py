@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gradaudit.attacks.base import ZERO_MEAN, Attack
 from gradaudit.errors import BadInputError
-from gradaudit.leakage.candidates import Candidates, permutations, reordered
-from gradaudit.leakage.counters import COUNTERED, countered
-from gradaudit.leakage.descent import Descent, Point, Schedule, better
-from gradaudit.leakage.distances import Cosine, Distance, SquaredL2
-from gradaudit.leakage.guess import first_labels, frame_of, gaussian
-from gradaudit.leakage.matching import CANDIDATE, STEP, nearest_tokens
-from gradaudit.leakage.replay import objective_of
+from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
+from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.descent import Descent, Point, Schedule, better
+from gradaudit.leakage.matching.distances import Cosine, Distance, SquaredL2
+from gradaudit.leakage.matching.replay import objective_of
+from gradaudit.leakage.matching.start import first_labels, frame_of, gaussian
+from gradaudit.leakage.observed import CANDIDATE, STEP, nearest_tokens
 from gradaudit.models.base import Model, TextModel
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model

@@ -10,11 +10,12 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.learned.features import sizes_of
-from gradaudit.learned.fit import fit_inverter
-from gradaudit.learned.inverter import Target, load_inverter, save_inverter
-from gradaudit.learned.plan import Plan
-from gradaudit.learned.simulated import Public, Simulation
+from gradaudit.learned.manifest import Target
+from gradaudit.learned.public import Public, Simulation
+from gradaudit.learned.text.features import sizes_of
+from gradaudit.learned.text.fit import fit_inverter
+from gradaudit.learned.text.inverter import load_inverter, save_inverter
+from gradaudit.learned.text.plan import Plan
 from gradaudit.models.base import Model, TextModel
 from gradaudit.registry import describe, hyper, register
 from gradaudit.types import Observation, Reconstruction

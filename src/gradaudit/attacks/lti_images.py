@@ -11,12 +11,12 @@ from torch import Tensor
 
 from gradaudit.attacks.base import Attack
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.image_evidence import LAWS, ImageEvidence, has_law
-from gradaudit.leakage.image_matching import image_labels
-from gradaudit.leakage.image_posterior import likeliest_images
-from gradaudit.learned.image_fit import Plan, Simulation, fit_image_inverter
-from gradaudit.learned.image_inverter import ImageInverter, load_image_inverter, save_image_inverter
-from gradaudit.learned.inverter import Target
+from gradaudit.leakage.images.likelihood import LAWS, ImageEvidence, has_law
+from gradaudit.leakage.images.matching import image_labels
+from gradaudit.leakage.images.posterior import likeliest_images
+from gradaudit.learned.images.fit import Plan, Simulation, fit_image_inverter
+from gradaudit.learned.images.inverter import ImageInverter, load_image_inverter, save_image_inverter
+from gradaudit.learned.manifest import Target
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import describe, hyper, register

@@ -10,8 +10,8 @@ import torch
 from gradaudit.defenses.base import BatchDefense
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
+from gradaudit.models.neighbors import stand_ins
 from gradaudit.registry import hyper, register
-from gradaudit.stand_ins import stand_ins
 from gradaudit.types import Batch
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from gradaudit.leakage.priors import usual_places
 from gradaudit.models.base import TextModel
+from gradaudit.models.neighbors import stand_ins, stood_for
 from gradaudit.progress import track
-from gradaudit.stand_ins import stand_ins, stood_for
 from gradaudit.types import Reconstruction
 
 OBFUSCATION = "token-obfuscation"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.matching import as_gradient
+from gradaudit.leakage.observed import as_gradient
 from gradaudit.models.base import Model
 from gradaudit.types import Observation
 

@@ -1,0 +1,1 @@
+"""Exact decoding: rows with their dropout masks, linked into sentences, and proven."""

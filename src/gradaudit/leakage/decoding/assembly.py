@@ -1,0 +1,439 @@
+"""Sentences from placed words, dropout off: linked by attention, mended in the span of block 1, proven by deflation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.decoding.linking import group, joint_support
+from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.leakage.rowspace.deflation import Matrices, Remainder, remainder, sentence_gradient
+from gradaudit.leakage.rowspace.subspace import Span
+from gradaudit.models.base import TextModel
+from gradaudit.progress import step
+
+_FITS = 5e-4
+"""A sentence whose rows in block 1 all lie this near the span fits it: right ones are at 5e-6, and one wrong word puts
+its sentence above 5e-2."""
+_WEAK, _MOST = 1e-3, 2.0
+"""Pairs are kept with at least this share of the strongest signal, and at most so many times the rank of them: linking
+costs their number cubed."""
+_NEAR = 0.02
+"""Pairs of the batch stay this near the span of what is left, however much was taken out; others start at 0.05."""
+_MOST_SENTENCES = 64
+"""Largest batch tried when the batch size is not known."""
+_ROUNDED = 1e-2
+"""How near a number of sentences that is read off the gradient must be to a whole one."""
+_WORST = 8
+"""Positions at which exchanges are tried first, those with the worst rows."""
+_ROWS = 8192
+"""Token rows of candidate sentences evaluated together: bounds memory."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Candidate pairs with what the gradient says of them.
+
+    Args:
+        pairs: the pairs that carry signal, strongest first.
+        strength: [n] norm of each one's signal.
+        support: [n, n] how much pair j takes part in explaining pair i; zero where one of them is not among the linked.
+        linked: how many, the strongest, were linked: as many as there are tokens, where a deeper block tells.
+    """
+
+    pairs: Pairs
+    strength: Tensor
+    support: Tensor
+    linked: int
+
+    def repeated(self) -> Tensor:
+        """Return the words placed at two positions or more among the linked: they are placed least surely."""
+        tokens = self.pairs.tokens[: self.linked]
+        times = (tokens[:, None] == tokens[None]).sum(1)
+        words: Tensor = tokens[times > 1]
+        return words
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A sentence that was taken out of the gradient.
+
+    Args:
+        tokens: its ids.
+        label: the label under which the ranks fell.
+        proven: True when every block's rank fell by its length.
+    """
+
+    tokens: tuple[int, ...]
+    label: int
+    proven: bool
+
+
+@torch.no_grad()
+def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Placed:
+    """Return the words at their positions, and who attends to whom.
+
+    Args:
+        model: an encoder, dropout off.
+        rest: the gradient; its block 0 must hold queries or keys.
+        first: block 0's span of it.
+        found: candidate pairs of the whole gradient, which is sharper than what is left of it.
+    """
+    found = found.pick(first.residual(found.rows) < _NEAR)
+    if len(found) == 0:
+        none = first.values.new_zeros(0)
+        return Placed(found, none, none.new_zeros((0, 0)), 0)
+    placed = placed_signals(model, rest.stacked(0), found)
+    signals = sparse_signals(rest.stacked(0), found.rows, first.basis) if placed is None else placed
+    strength = signals.norm(dim=1)
+    order = torch.where(strength > _WEAK * strength.max())[0]
+    order = order[strength[order].argsort(descending=True)][: int(_MOST * first.rank) + 8]
+    found, strength, signals = found.pick(order), strength[order], signals[order]
+    deeper = [layer for layer, _ in rest.left if layer > 0]
+    linked = min(len(found), rest.span(min(deeper)).rank if deeper else len(found))
+    support = torch.zeros((len(found), len(found)), dtype=torch.double, device=signals.device)
+    at = 0
+    for layer, role in rest.left:
+        if layer != 0:
+            continue
+        out = len(rest.left[layer, role])
+        part, at = signals[:linked, at : at + out], at + out
+        if role == "v" or linked == 0:
+            continue
+        atoms = model.project(0, "k" if role == "q" else "q", found.rows[:linked])
+        weights = joint_support(part.reshape(atoms.shape), atoms, found.positions[:linked])
+        support[:linked, :linked] += weights + weights.T
+    return Placed(found, strength, support, linked)
+
+
+def propose(model: TextModel, placed: Placed, lengths: int = 6) -> list[tuple[int, ...]]:
+    """Return sentences to start from: for every pair the strongest partner at each position, at its likeliest lengths.
+
+    Args:
+        model: the model.
+        placed: from `place`.
+        lengths: how many ends are tried a pair.
+    """
+    positions, tokens = placed.pairs.positions, placed.pairs.tokens
+    ending = model.special.suffix[-1:]
+    best: dict[tuple[int, ...], float] = {}
+    if len(tokens) == 0:
+        return []
+    last = int(positions.max())
+    weak = 1e-9 * placed.strength / placed.strength.max()  # decides where attention says nothing
+    for at in range(placed.linked):
+        weights = placed.support[at] + weak
+        weights[at] = weights.max() * 2 + 1e-300
+        ids, heights = [], []
+        for position in range(last + 1):
+            here = torch.where(positions == position)[0]
+            if len(here) == 0:
+                break
+            inner = here[~torch.isin(tokens[here], torch.tensor(ending, device=tokens.device))] if ending else here
+            here = inner if len(inner) else here
+            top = here[weights[here].argmax()]
+            ids.append(int(tokens[top]))
+            heights.append(float(weights[top]))
+        if ending:
+            ends = torch.where(tokens == ending[0])[0]
+            ends = ends[positions[ends] > int(positions[at]) - (int(tokens[at]) == ending[0])]
+            ends = ends[weights[ends].argsort(descending=True)][:lengths]
+            options = [(*ids[: int(positions[e])], ending[0]) for e in ends.tolist() if int(positions[e]) <= len(ids)]
+        else:
+            options = [tuple(ids)]
+        for option in options:
+            best[option] = max(best.get(option, 0.0), float(placed.strength[at]))
+    return sorted(best, key=lambda s: -best[s])
+
+
+@torch.no_grad()
+def misfit(model: TextModel, spans: Sequence[Span], sentences: Sequence[tuple[int, ...]]) -> Tensor:
+    """Return the distance of each sentence's rows from deeper blocks' spans, [n, T] by token (1 after the end).
+
+    Args:
+        model: the model.
+        spans: of blocks 1 and deeper; a token counts with the worst.
+        sentences: token ids, of any lengths.
+    """
+    device = spans[0].basis.device
+    longest = max(len(s) for s in sentences)
+    out = torch.ones((len(sentences), longest), device=device)
+    by_length: dict[int, list[int]] = {}
+    for at, sentence in enumerate(sentences):
+        by_length.setdefault(len(sentence), []).append(at)
+    for length, members in by_length.items():
+        for some in torch.split(torch.tensor(members), max(1, _ROWS // length)):
+            ids = torch.tensor([sentences[i] for i in some.tolist()], device=device)
+            rows = [span.residual(model.attention_inputs(span.layer, ids)) for span in spans]
+            worst = torch.stack(rows).amax(0)
+            out[some.to(device), :length] = worst.to(out)
+    return out
+
+
+def total(residuals: Tensor, length: Tensor) -> Tensor:
+    """Return the mean squared residual of each sentence, [n]."""
+    inside = torch.arange(residuals.shape[1], device=residuals.device)[None] < length[:, None]
+    return (residuals.square() * inside).sum(1) / length
+
+
+def descend(
+    model: TextModel, second: Span, placed: Placed, sentence: tuple[int, ...], options: int, turns: int
+) -> tuple[tuple[int, ...], Tensor]:
+    """Mend a sentence by exchanging tokens, one position at a time, for others placed there, while that helps.
+
+    Args:
+        model: the model.
+        second: block 1's span.
+        placed: the words at their positions.
+        sentence: where to start.
+        options: tokens tried a position, those the sentence's other tokens attend to most first.
+        turns: most exchanges.
+
+    Returns:
+        The sentence and its residuals in block 1's span, [T].
+    """
+    positions, tokens = placed.pairs.positions, placed.pairs.tokens
+    ending = model.special.suffix[-1:]
+    residuals = misfit(model, [second], [sentence])[0]
+    weak = 1e-9 * placed.strength / placed.strength.max()
+    repeated = placed.repeated()
+    for _ in range(turns):
+        if float(residuals.max()) < _FITS:
+            break
+        here = {
+            int(p): i
+            for i, (p, t) in enumerate(zip(positions.tolist(), tokens.tolist(), strict=True))
+            if int(p) < len(sentence) and sentence[int(p)] == t
+        }
+        member = torch.tensor(sorted(here.values()), device=positions.device)
+        pull = weak + (placed.support[member].sum(0) if len(member) else 0.0)
+        worst = [p for p in residuals.argsort(descending=True).tolist() if p > 0]
+        better = None
+        # wrong tokens have the worst rows: the others are tried only where exchanging these does not help
+        for part in (worst[:_WORST], worst[_WORST:]):
+            tried: list[tuple[int, ...]] = []
+            for position in part:
+                at = torch.where(positions == position)[0]
+                often = at[torch.isin(tokens[at], repeated)]
+                at = torch.cat([at[pull[at].argsort(descending=True)][:options], often])
+                for token in tokens[at].tolist():
+                    inner = position < len(sentence) - 1
+                    if token == sentence[position]:
+                        continue
+                    if ending and token == ending[0]:
+                        tried.append((*sentence[:position], token))  # it ends here
+                    elif inner or not ending:
+                        tried.append((*sentence[:position], token, *sentence[position + 1 :]))
+                    else:  # it goes on: the likeliest token here, then the end
+                        tried.append((*sentence[:position], token, ending[0]))
+            tried = [one for one in dict.fromkeys(tried) if len(one) <= model.max_length]
+            if not tried:
+                continue
+            scores = misfit(model, [second], tried)
+            values = total(scores, torch.tensor([len(s) for s in tried], device=scores.device))
+            best = int(values.argmin())
+            if float(values[best]) < float(residuals.square().mean()) - 1e-9:
+                better = tried[best], scores[best, : len(tried[best])]
+                break
+        if better is None:
+            break
+        sentence, residuals = better
+    return sentence, residuals
+
+
+@dataclass(frozen=True)
+class TakenOut:
+    """A sentence that was in a gradient.
+
+    Args:
+        rest: what is left without it.
+        label: its class.
+        proven: every rank fell by exactly its length.
+        share: of its own gradient that was in it: one over the batch size, more where it was there twice, less where
+            the client scaled the whole.
+    """
+
+    rest: Remainder
+    label: int
+    proven: bool
+    share: float
+
+
+def take_out(
+    model: TextModel,
+    rest: Remainder,
+    sentence: tuple[int, ...],
+    shares: Sequence[float],
+    layers: Sequence[int],
+) -> TakenOut | None:
+    """Subtract a sentence under the label, and with the share, that make the ranks fall; None when none do.
+
+    Args:
+        model: the model.
+        rest: the gradient so far.
+        sentence: token ids.
+        shares: tried first, as one over the batch size; then the one that the gradient itself tells.
+        layers: blocks whose ranks must fall, deeper than 0.
+    """
+    before = [rest.span(layer).rank for layer in layers]
+    own: list[Matrices] = [sentence_gradient(model, sentence, y, rest.left) for y in range(model.spec.labels)]
+    for tried in ([(y, s) for y in range(len(own)) for s in shares], [(y, None) for y in range(len(own))]):
+        best: tuple[int, TakenOut] | None = None
+        for label, share in tried:
+            found = _own_share(rest, own[label], layers[0]) if share is None else share
+            if found is None:
+                continue
+            after = rest.without(own[label], found)
+            ranks = [after.span(layer).rank for layer in layers]
+            if best is None or sum(ranks) < best[0]:
+                proven = all(b - a == len(sentence) for b, a in zip(before, ranks, strict=True))
+                best = sum(ranks), TakenOut(after, label, proven, found)
+        if best is not None and best[0] < sum(before):
+            return best[1]
+    return None
+
+
+def _own_share(rest: Remainder, gradient: Matrices, layer: int) -> float | None:
+    """Return the share s with which a gradient G lies in what is left, M = s G + others; None where it tells none.
+
+    Where rows and columns of the parts are independent, M^+ G has the eigenvalue 1 / s, as often as G has rank, and
+    zero besides. With the wrong one of two labels s is below zero.
+    """
+    whole = rest.stacked(layer)
+    rank = rest.span(layer).rank
+    if rank == 0:
+        return None
+    left, values, right = torch.linalg.svd(whole, full_matrices=False)
+    own = Remainder(gradient, rest.whole, rest.eps).stacked(layer)
+    inner = (left[:, :rank].T @ own @ right[:rank].T) / values[:rank, None]
+    once, twice = float(inner.trace()), float((inner * inner.T).sum())
+    return once / twice if once > 0 and twice > 0 else None
+
+
+def solve(
+    model: TextModel,
+    left: Matrices,
+    eps: float,
+    size: int | None,
+    longest: int,
+    *,
+    starts: int = 24,
+    options: int = 24,
+    turns: int = 24,
+) -> tuple[list[Solved], list[tuple[int, ...]], Remainder]:
+    """Recover a batch sentence by sentence, each taken out of the gradient before the next is looked for.
+
+    Args:
+        model: an encoder, dropout off.
+        left: gradients of q, k, v (what was seen of them) of the first blocks.
+        eps: rounding of the gradient's type.
+        size: sentences in the batch; when None, found from the first sentence: its share is the one at which the ranks
+            fall.
+        longest: positions looked at.
+        starts: proposals mended a round, best fitting first.
+        options: tokens tried a position.
+        turns: most exchanges a proposal.
+
+    Returns:
+        The sentences taken out; the best guesses at the others; what is left of the gradient.
+    """
+    rest = remainder(left, eps)
+    deeper = sorted({layer for layer, _ in left if layer > 0})
+    solved: list[Solved] = []
+    pairs = candidate_pairs(model, rest.span(0), longest)
+    shares = [1 / n for n in ([size] if size is not None else range(1, _MOST_SENTENCES + 1))]
+    ranked: list[tuple[float, tuple[int, ...]]] = []
+    placed: Placed | None = None
+    while size is None or len(solved) < size:
+        step(f"decode: {len(solved)} of {size or '?'} sentences", len(solved), size)
+        first = rest.span(0)
+        if not 0 < first.rank < model.width:
+            break
+        placed = place(model, rest, first, pairs)
+        proposals = propose(model, placed)
+        if not proposals:
+            break
+        if not deeper or not 0 < rest.span(deeper[0]).rank < model.width:
+            ranked = [(float(at), s) for at, s in enumerate(proposals)]
+            break
+        second = rest.span(deeper[0])
+        scores = misfit(model, [second], proposals)
+        values = total(scores, torch.tensor([len(s) for s in proposals], device=scores.device))
+        before = len(solved)
+        ranked = []
+        for at in values.argsort().tolist()[:starts]:
+            if len(solved) > before and float(scores[at, : len(proposals[at])].max()) >= _FITS:
+                break  # a smaller gradient is easier: place the words anew
+            sentence, residuals = descend(model, second, placed, proposals[at], options, turns)
+            if float(residuals.max()) >= _FITS:
+                ranked.append((float(residuals.square().mean()), sentence))
+                continue
+            taken = take_out(model, rest, sentence, shares, deeper)
+            if taken is None:  # it fits, and cannot be told apart from the rest: the first of the guesses
+                ranked.append((-1.0, sentence))
+                continue
+            rest = taken.rest
+            if size is None and _whole(1 / taken.share):
+                size = round(1 / taken.share)
+            # a scaled gradient holds all of them with the same share; of one that was there twice the others have half
+            shares = [taken.share] if size is None else list(dict.fromkeys([taken.share, 1 / size]))
+            times = round(taken.share * size) if size is not None and _whole(taken.share * size) else 1
+            solved += [Solved(sentence, taken.label, taken.proven)] * times
+            step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
+            second = rest.span(deeper[0])
+            if (size is not None and len(solved) >= size) or second.rank == 0:
+                break
+        if len(solved) == before:
+            break
+    expected = size if size is not None else _sentences(placed) if placed is not None and ranked else 0
+    missing = max(0, expected - len(solved))
+    guesses = _different(ranked, missing)
+    if deeper and placed is not None and len(placed.pairs) and len(guesses) < missing:
+        guesses += _grouped(model, placed, missing - len(guesses), guesses)
+    return solved, guesses, rest
+
+
+def _whole(number: float) -> bool:
+    return round(number) > 0 and abs(number - round(number)) < _ROUNDED
+
+
+def _grouped(model: TextModel, placed: Placed, count: int, guesses: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return further guesses from the words that no guess uses, grouped by attention.
+
+    Args:
+        model: the model.
+        placed: the pairs that are left.
+        count: how many.
+        guesses: what was guessed already.
+    """
+    special = model.special
+    used = {(p, t) for sentence in guesses for p, t in enumerate(sentence)}
+    pairs = list(zip(placed.pairs.positions.tolist(), placed.pairs.tokens.tolist(), strict=True))
+    free = [i for i, pair in enumerate(pairs) if pair not in used and pair[1] not in special.ids]
+    # as many pairs as carry half of the signal: the weaker half are mostly wrong ones
+    strength = placed.strength[free]
+    free = free[: int((strength.cumsum(0) < strength.sum() / 2).sum()) + 1]
+    index = torch.tensor(free, dtype=torch.long, device=placed.strength.device)
+    groups = group(placed.support[index][:, index], [pairs[i][0] for i in free], count)
+    longest = sorted(groups, key=len, reverse=True)[:count]
+    return [(*special.prefix, *(pairs[free[i]][1] for i in members), *special.suffix) for members in longest]
+
+
+def _sentences(placed: Placed) -> int:
+    """Return how many sentences there must be at least: the most pairs with signal at one position."""
+    return int(placed.pairs.positions.bincount().max())
+
+
+def _different(ranked: list[tuple[float, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
+    """Return the best sentences that differ from one another in at least half of their tokens."""
+    chosen: list[tuple[int, ...]] = []
+    for _, sentence in sorted(ranked):
+        inner = set(sentence[1:-1])
+        if all(2 * len(inner & set(other[1:-1])) <= len(inner | set(other[1:-1])) for other in chosen):
+            chosen.append(sentence)
+        if len(chosen) == count:
+            break
+    return chosen

@@ -1,0 +1,261 @@
+"""Every row of block 0 from its row space: which token at which position, how often, and what dropout kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.decoding.erasures import another, decode, refine
+from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck
+from gradaudit.models.base import TextModel
+from gradaudit.progress import step
+
+INSIDE = 2e-5
+"""A masked row this near the span lies in it: right rows are at 1e-7, the nearest wrong ones measured at 5e-2."""
+LEAST_KEPT = 0.5
+"""No dropout rate in use drops more; the empty mask lies in every span."""
+_TRIES, _FIRST_TRIES = 8, 48
+"""Programs a round that look for one more copy of a token, and of the first token, which every sentence has."""
+_NEAREST, _RESTARTS, _ROUNDS = 16, 8, 20
+"""A token that was missed ranks among the nearest by then, and random objectives, each well settled, reach it."""
+_COPY_STEPS = 300
+_EMPTY = 3
+"""So many positions without a row end the scan."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One decoded row.
+
+    Args:
+        token: its id.
+        position: 0-based.
+        kept: [d] bool, what dropout kept of it.
+        clean: [d] the row without dropout, as the mask acts on it.
+    """
+
+    token: int
+    position: int
+    kept: Tensor
+    clean: Tensor
+
+
+class MaskedInputs:
+    """What dropout masks on the way into block 0, and the span in which the masked rows lie.
+
+    After the embedding LayerNorm (BERT, RoBERTa, MPNet) the mask acts on the input x itself. Before it (GPT-2) it acts
+    on the sum e of word and position, and x = g * (s (m * e) + h) + b with a scale s and a shift h of the token's own:
+    g * e takes the place of x, and the shift's direction g and the bias b join the span, two unknowns that enter
+    linearly. A token that passes is then measured again with the scale and shift that its mask implies.
+
+    Args:
+        model: the model.
+        first: block 0's span.
+        near: a masked row this near the span lies in it.
+    """
+
+    def __init__(self, model: TextModel, first: Span, near: float = INSIDE) -> None:
+        self.model, self.span, self.limit = model, first, near
+        parts = model.first_input_parts()
+        self._check = VocabularyCheck(parts, first)
+        self._near: dict[int, Tensor] = {}
+        self._parts = parts
+        basis = first.basis
+        if model.dropout_before_norm:
+            more = torch.stack([parts.weight, parts.bias], 1).to(basis)
+            whole, triangle = torch.linalg.qr(torch.cat([basis, more], 1))
+            basis = whole[:, triangle.diagonal().abs() > 1e-6]  # a bias of zeros adds no direction
+        self.basis = basis
+        self.outside = torch.eye(len(basis), dtype=torch.double, device=basis.device) - basis @ basis.T
+
+    def near(self, position: int, count: int) -> Tensor:
+        """Return the ids of the tokens nearest to the span at a position, [count]; kept for further scans."""
+        if position not in self._near:
+            self._near[position] = self._check.rough(position).topk(count, largest=False).indices
+        return self._near[position]
+
+    @torch.no_grad()
+    def clean(self, position: int, ids: Tensor) -> Tensor:
+        """Return the rows that dropout masks, [n, d] float64."""
+        if not self.model.dropout_before_norm:
+            return self.model.first_inputs(position, ids).double()
+        parts = self._parts
+        return (parts.weight * (parts.words[ids] + parts.positions[position])).double()
+
+    @torch.no_grad()
+    def inputs(self, clean: Tensor, kept: Tensor, rate: float) -> Tensor:
+        """Return what enters q, k, v: the masked rows at their scale, [n, d] float64.
+
+        Args:
+            clean: [n, d] from `clean`.
+            kept: [n, d] bool.
+            rate: dropout rate.
+        """
+        masked = torch.where(kept, clean, torch.zeros_like(clean)) / (1 - rate)
+        if not self.model.dropout_before_norm:
+            return masked
+        parts = self._parts
+        weight = parts.weight.double()
+        plain = masked / weight
+        centered = plain - plain.mean(1, keepdim=True)
+        unit = centered * (centered.square().mean(1, keepdim=True) + parts.eps).rsqrt()
+        return weight * unit + parts.bias.double()
+
+    def accepted(self, clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """Return the finished masks, and which of them are rows of the batch."""
+        kept, outside = refine(self.outside, clean, start)
+        inside = (outside < self.limit) & (kept.double().mean(1) > LEAST_KEPT)
+        if self.model.dropout_before_norm and bool(inside.any()):
+            at = torch.where(inside)[0]
+            inside[at] = self.span.residual(self.inputs(clean[at], kept[at], rate)) < 10 * self.limit
+        return kept, inside
+
+
+@dataclass(frozen=True)
+class Search:
+    """How far to look for rows.
+
+    Args:
+        size: sentences in the batch: the most copies a token may have at one position; None when not known.
+        candidates: tokens a position that are decoded, nearest to the span first.
+        max_length: positions looked at.
+        rate: dropout rate, where it is known (only its scale matters, and only before a LayerNorm).
+    """
+
+    size: int | None
+    candidates: int
+    max_length: int
+    rate: float = 0.1
+
+
+def find_rows(inputs: MaskedInputs, how: Search, rng: torch.Generator, start: Sequence[Row] = ()) -> list[Row]:
+    """Return the rows of the batch that a scan of all positions and programs for further copies find.
+
+    At most as many as the span has dimensions. Where some are missing, `look_harder` goes on; cheaper is to put
+    together what was found, and to look for the rest in what certified sentences leave (`sentences.DecodedRows`).
+
+    Args:
+        inputs: the masked inputs of a model and a span.
+        how: how far to look.
+        rng: for further tries.
+        start: rows that are known; the others follow them in what is returned.
+    """
+    found: list[Row] = list(start)
+    _scan(inputs, how, found)
+    before = -1
+    while before < len(found) < inputs.span.rank:
+        before = len(found)
+        _copies(inputs, how, found, 1, rng, only_first=True)
+        if len(found) == before:
+            _copies(inputs, how, found, 1, rng)
+    return found
+
+
+def look_harder(
+    inputs: MaskedInputs, how: Search, found: Sequence[Row], effort: int, rng: torch.Generator
+) -> list[Row]:
+    """Return the rows with those added that more tries at copies, then random objectives at the nearest tokens find.
+
+    Args:
+        inputs: the masked inputs of a model and a span.
+        how: how far to look.
+        found: rows that are known.
+        effort: 1 or more; so many times the tries.
+        rng: for further tries.
+    """
+    more = list(found)
+    _copies(inputs, how, more, effort, rng)
+    if len(more) == len(found):
+        last = max(row.position for row in found) if found else 0
+        _again(inputs, how, more, min(how.max_length, inputs.model.max_length, last + 1 + _EMPTY), rng)
+    return more
+
+
+def _told(inputs: MaskedInputs, found: list[Row]) -> None:
+    step(f"decode: {len(found)} of {inputs.span.rank} rows", len(found), inputs.span.rank)
+
+
+def _count(inputs: MaskedInputs, how: Search) -> int:
+    return min(max(how.candidates, inputs.span.rank), inputs.model.vocabulary_size)
+
+
+def _scan(inputs: MaskedInputs, how: Search, found: list[Row]) -> None:
+    """Look for every token at every position once."""
+    model, prefix = inputs.model, inputs.model.special.prefix[:1]
+    longest = min(how.max_length, model.max_length)
+    empty = 0
+    known = {(row.position, row.token) for row in found}
+    for position in range(longest):
+        ids = inputs.near(position, _count(inputs, how))
+        if position == 0 and prefix:
+            # masked copies of one row blur its residual, so the known first token is decoded directly
+            ids = torch.tensor(prefix, device=ids.device)
+        clean = inputs.clean(position, ids)
+        kept, inside = inputs.accepted(clean, decode(inputs.basis, clean), how.rate)
+        for at in torch.where(inside)[0].tolist():
+            if (position, int(ids[at])) not in known:
+                found.append(Row(int(ids[at]), position, kept[at], clean[at]))
+        _told(inputs, found)
+        empty = 0 if bool(inside.any()) else empty + 1
+        if len(found) >= inputs.span.rank or empty == _EMPTY:
+            break
+
+
+def _again(inputs: MaskedInputs, how: Search, found: list[Row], longest: int, rng: torch.Generator) -> None:
+    """Look again, with random objectives, for the nearest tokens of each position that were not found."""
+    known = {(row.position, row.token) for row in found}
+    for position in range(1 if inputs.model.special.prefix else 0, longest):
+        near = inputs.near(position, _count(inputs, how)).tolist()
+        ids = torch.tensor([t for t in near if (position, t) not in known][:_NEAREST], device=inputs.basis.device)
+        if len(ids) == 0:
+            continue
+        ids = ids.repeat(_RESTARTS)
+        clean = inputs.clean(position, ids)
+        kept, inside = inputs.accepted(clean, decode(inputs.basis, clean, rng=rng, rounds=_ROUNDS), how.rate)
+        for at in torch.where(inside)[0].tolist():
+            if (position, int(ids[at])) not in known:
+                known.add((position, int(ids[at])))
+                found.append(Row(int(ids[at]), position, kept[at], clean[at]))
+        _told(inputs, found)
+        if len(found) >= inputs.span.rank:
+            return
+
+
+def _copies(
+    inputs: MaskedInputs, how: Search, found: list[Row], effort: int, rng: torch.Generator, only_first: bool = False
+) -> None:
+    """Look for one further copy of every token found (or of the first), all together, with `effort` times the tries."""
+    kinds: dict[tuple[int, int], list[Row]] = {}
+    for row in found:
+        kinds.setdefault((row.position, row.token), []).append(row)
+    prefix = tuple(inputs.model.special.prefix[:1])
+    if prefix:
+        kinds.setdefault((0, prefix[0]), [])
+    clean, forbidden, owner = [], [], []
+    for kind, rows in kinds.items():
+        first = bool(prefix) and kind == (0, prefix[0])
+        if (how.size is not None and len(rows) >= how.size) or (only_first and not first):
+            continue
+        tries = effort * (_FIRST_TRIES if first else _TRIES)
+        x = rows[0].clean if rows else inputs.clean(0, torch.tensor(prefix, device=inputs.basis.device))[0]
+        # of a first token that many copies blur, random objectives find the first
+        masks = torch.stack([row.kept for row in rows]) if rows else torch.zeros_like(x, dtype=torch.bool)[None]
+        clean.append(x.expand(tries, -1))
+        forbidden.append(another(x, masks, tries, rng) & bool(rows))
+        owner += [kind] * tries
+    if not clean:
+        return
+    rows_ = torch.cat(clean)
+    # a known copy with one coordinate taken away is nearly a solution: it takes longer to leave it
+    start = decode(inputs.basis, rows_, forbidden=torch.cat(forbidden), rng=rng, steps=_COPY_STEPS)
+    kept, inside = inputs.accepted(rows_, start, how.rate)
+    for at in torch.where(inside)[0].tolist():
+        same = kinds.setdefault(owner[at], [])
+        fresh = all(int((kept[at] != row.kept).sum()) > len(kept[at]) // 100 for row in same)
+        if fresh and (how.size is None or len(same) < how.size) and len(found) < inputs.span.rank:
+            same.append(Row(owner[at][1], owner[at][0], kept[at], rows_[at]))
+            found.append(same[-1])
+    _told(inputs, found)

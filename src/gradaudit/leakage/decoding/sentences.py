@@ -1,0 +1,279 @@
+"""Sentences from decoded rows, dropout on: linked, certified, and what is still missing found with their help.
+
+Let f of the r rows be decoded, X_f, and X_m the q missing ones. With N [d, q] the directions of the row space that are
+orthogonal to X_f, dW N = D_m^T (X_m N) spans the missing rows' signals, and the signals that X_f alone gives are off by
+a part of them: D_f + C^T D_m, where X_m = C X_f + (X_m N) N^T. A sentence whose rows were all decoded still has to
+explain its own signals up to that, which `linking.unexplained` solves for. What it finds, c = C^T (X_m N)^-T, says how
+much of the missing rows lies along each row of that sentence:
+
+    (X_m N)^-1 X_m = c^T X_f + N^T.
+
+So with every certified sentence the missing rows are known to lie in a smaller space: q directions and the rows that
+are not certified yet. There they decode where they did not in the whole row space.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.decoding.linking import conditions, group, joint_support, signals, unexplained
+from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, find_rows
+from gradaudit.leakage.rowspace.subspace import Span
+from gradaudit.types import Observation
+
+CLOSED = 1e-3
+"""A sentence whose attention signals its own tokens explain up to this is closed: right ones are at 1e-5."""
+_SPARE = 4
+"""So many conditions for each unknown that stands for missing rows, or the sentence is not proven."""
+_CHANGES = 64
+"""Sentences tried a group that a wrong or a missing member keeps from being proven."""
+_NEAR = 1e-3
+"""A row this near the smaller space is looked at in the whole one: the former is known to about 1e-5."""
+
+
+def certificate(complete: bool, left: float, length: int, head_width: int, spare: float = float("inf")) -> str:
+    """Return how sure a linked sentence is: "proven", "likely" or "guess".
+
+    Args:
+        complete: it runs from the first special token to the last without a hole.
+        left: share of its attention signals that its own tokens leave unexplained.
+        length: its tokens; in a set of more than eight times a head's width one stranger could go unseen.
+        head_width: width of an attention head.
+        spare: conditions on its signals for each unknown that stands for rows not decoded.
+    """
+    if not complete:
+        return "guess"
+    return "proven" if left < CLOSED and length <= 8 * head_width and spare >= _SPARE else "likely"
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Rows put together to sentences.
+
+    Args:
+        groups: the rows of each sentence, in order.
+        certificates: how sure each is.
+        foreign: [n, q] a sentence: how its signals were contaminated by the q missing rows.
+    """
+
+    groups: list[list[int]]
+    certificates: list[str]
+    foreign: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What comes back to the queries and keys of the decoded rows.
+
+    Args:
+        toward_queries: [f, H, h].
+        toward_keys: [f, H, h].
+        queries: [f, H, h].
+        keys: [f, H, h].
+        hidden: [q, H, h] at queries and keys: directions that the missing rows' signals span.
+        beside: [d, q] directions of the row space orthogonal to the decoded rows.
+    """
+
+    toward_queries: Tensor
+    toward_keys: Tensor
+    queries: Tensor
+    keys: Tensor
+    hidden: tuple[Tensor, Tensor]
+    beside: Tensor
+
+    def left(self, members: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [n] what a set of rows leaves unexplained, and [n, q] its contamination."""
+        hidden = self.hidden if len(self.hidden[0]) else None
+        found = unexplained(self.toward_queries, self.toward_keys, self.queries, self.keys, members, hidden)
+        return found.left, found.foreign
+
+    def affinity(self, positions: Tensor) -> Tensor:
+        """Return [f, f], how much rows take part in explaining each other."""
+        toward_q, toward_k = self.toward_queries, self.toward_keys
+        if len(self.hidden[0]):
+            # what the missing rows leak lies in q known directions: without these the signals are nearly clean
+            both = torch.cat([toward_q, toward_k], 1).flatten(1)
+            known = torch.linalg.qr(torch.cat(self.hidden, 1).flatten(1).T).Q
+            both = (both - (both @ known) @ known.T).view(len(both), 2, *toward_q.shape[1:])
+            toward_q, toward_k = both.unbind(1)
+        by_query = joint_support(toward_q, self.keys, positions)
+        by_key = joint_support(toward_k, self.queries, positions)
+        return by_query + by_query.T + by_key + by_key.T
+
+
+class DecodedRows:
+    """Decoded rows on their way to sentences.
+
+    Args:
+        seen: the observation.
+        inputs: what dropout masks, and the span.
+        found: the rows.
+    """
+
+    def __init__(self, seen: Observation, inputs: MaskedInputs, found: list[Row]) -> None:
+        self.seen, self.inputs, self.found = seen, inputs, found
+        self.model, self.size = seen.model, seen.knowledge.batch_size
+
+    def rate(self) -> float:
+        """Return the dropout rate that the masks show."""
+        return 1.0 - float(torch.stack([row.kept for row in self.found]).double().mean())
+
+    def rows(self) -> Tensor:
+        """Return what enters q, k and v, [f, d] float64, at the rate that is known or that the masks show."""
+        known = self.seen.knowledge.dropout
+        clean, kept = torch.stack([row.clean for row in self.found]), torch.stack([row.kept for row in self.found])
+        return self.inputs.inputs(clean, kept, known if known is not None else self.rate())
+
+    def signals(self) -> Signals | None:
+        """Return the signals of all rows, or None when the gradients of block 0's queries or keys were not seen."""
+        gradients = [self.seen.role(0, role) for role in "qk"]
+        if not all(gradients):
+            return None
+        rows = self.rows()
+        q, k = self.model.project(0, "q", rows), self.model.project(0, "k", rows)
+        beside = self._beside(rows)
+        towards, hidden = [], []
+        for (gradient, *_), like in zip(gradients, (q, k), strict=True):
+            towards.append(signals(gradient.double(), rows).view_as(like))
+            hidden.append((gradient.double() @ beside).T.reshape(-1, *like.shape[1:]))
+        return Signals(towards[0], towards[1], q, k, (hidden[0], hidden[1]), beside)
+
+    def _beside(self, rows: Tensor) -> Tensor:
+        """Return the orthonormal directions of the span that the rows leave, [d, q]."""
+        basis = self.inputs.span.basis
+        inner = rows @ basis
+        outer: Tensor = basis @ torch.linalg.svd(inner, full_matrices=True).Vh[len(rows) :].T
+        return outer
+
+    def link(self, seen: Signals) -> Linked:
+        """Return the sentences and how sure each is."""
+        positions = [row.position for row in self.found]
+        affinity = seen.affinity(torch.tensor(positions, device=seen.queries.device))
+        size = self.size or max(positions.count(p) for p in set(positions))
+        groups = group(affinity, positions, size)
+        certified = [self.certified(seen, members) for members in groups]
+        while (mended := self._mended(seen, groups, certified)) is not None:
+            members, now = mended
+            groups = [g for n, g in enumerate(groups) if certified[n][0] == "proven"] + [members]
+            certified = [c for c in certified if c[0] == "proven"] + [now]
+            taken = {i for g in groups for i in g}
+            rest = [i for i in range(len(positions)) if i not in taken]
+            if rest:  # the others are grouped anew, without the proven ones in their way
+                index = torch.tensor(rest, device=affinity.device)
+                there = group(affinity[index][:, index], [positions[i] for i in rest], max(1, size - len(groups)))
+                groups += [[rest[i] for i in g] for g in there]
+                certified += [self.certified(seen, g) for g in groups[len(certified) :]]
+        return Linked(groups, [sure for sure, _ in certified], [foreign for _, foreign in certified])
+
+    def _mended(
+        self, seen: Signals, groups: list[list[int]], certified: list[tuple[str, Tensor]]
+    ) -> tuple[list[int], tuple[str, Tensor]] | None:
+        """Return a sentence that one change of an unproven group proves, and how sure it is, or None."""
+        proven = {i for n, (sure, _) in enumerate(certified) if sure == "proven" for i in groups[n]}
+        for at, members in enumerate(groups):
+            for changed in self._changes(members, proven) if certified[at][0] != "proven" else ():
+                now = self.certified(seen, changed)
+                if now[0] == "proven":
+                    return changed, now
+        return None
+
+    def certified(self, seen: Signals, members: list[int]) -> tuple[str, Tensor]:
+        """Return how sure a sentence is, and its contamination [n, q].
+
+        Args:
+            seen: from `signals`.
+            members: its rows, in order.
+        """
+        _, heads, width = seen.queries.shape
+        complete = self.complete([self.found[i].token for i in members], [self.found[i].position for i in members])
+        left, foreign = seen.left(torch.tensor(members, device=seen.queries.device))
+        spare = conditions(len(members), heads, width) / max(foreign.numel(), 1e-9)
+        return certificate(complete, float(left.max()), len(members), width, spare), foreign
+
+    def _changes(self, members: list[int], proven: set[int]) -> list[list[int]]:
+        """Return the complete sentences that one row of no proven sentence makes of a group, put in or exchanged."""
+        found = self.found
+        changes = []
+        for row in range(len(found)):
+            if row in proven or row in members:
+                continue
+            others = [i for i in members if found[i].position != found[row].position]
+            now = sorted([*others, row], key=lambda i: found[i].position)
+            if self.complete([found[i].token for i in now], [found[i].position for i in now]):
+                changes.append(now)
+        return changes[:_CHANGES]
+
+    def missing(self, seen: Signals, linked: Linked, how: Search, rng: torch.Generator) -> list[Row]:
+        """Return further rows, decoded in the smaller space that the proven sentences leave for them.
+
+        Args:
+            seen: from `signals`.
+            linked: from `link`.
+            how: how far to look.
+            rng: for further tries.
+        """
+        proven = [n for n, sure in enumerate(linked.certificates) if sure == "proven"]
+        certified = [i for n in proven for i in linked.groups[n]]
+        if not certified:
+            return []
+        rows = self.rows()
+        along = torch.cat([linked.foreign[n] for n in proven])
+        others = [i for i in range(len(rows)) if i not in set(certified)]
+        space = torch.cat([along.T @ rows[certified] + seen.beside.T, rows[others]])
+        basis = torch.linalg.qr(space.T).Q
+        whole = self.inputs.span
+        smaller = Span(basis, whole.values, len(space), whole.confidence, whole.layer, whole.roles)
+        start = [self.found[i] for i in others]
+        near = find_rows(MaskedInputs(self.model, smaller, _NEAR), how, rng, start)[len(start) :]
+        fresh: list[Row] = []
+        for row in near:
+            kept, inside = self.inputs.accepted(row.clean[None], row.kept[None], how.rate)
+            same = [r for r in (*self.found, *fresh) if (r.position, r.token) == (row.position, row.token)]
+            new = all(int((kept[0] != r.kept).sum()) > len(kept[0]) // 100 for r in same)
+            if bool(inside[0]) and new and (self.size is None or len(same) < self.size):
+                fresh.append(Row(row.token, row.position, kept[0], row.clean))
+        return fresh
+
+    def joined(self, more: list[Row]) -> tuple[DecodedRows, Signals, Linked]:
+        """Return the rows with further ones, their signals, and the sentences they make."""
+        rows = DecodedRows(self.seen, self.inputs, [*self.found, *more])
+        signals = rows.signals()
+        assert signals is not None
+        return rows, signals, rows.link(signals)
+
+    def texts(self, groups: list[list[int]]) -> list[tuple[int, ...]]:
+        """Return the token ids of each group, framed by the tokenizer's own first and last tokens."""
+        return [self._framed([self.found[i].token for i in members]) for members in groups]
+
+    def by_position(self) -> tuple[list[tuple[int, ...]], list[str]]:
+        """Return a lone sentence in order; rows of several are laid out a position a turn, and are guesses."""
+        size = self.size or max(Counter(row.position for row in self.found).values())
+        places: dict[int, list[int]] = {}
+        for row in self.found:
+            places.setdefault(row.position, []).append(row.token)
+        rows = [[places[p][s] for p in sorted(places) if s < len(places[p])] for s in range(size)]
+        whole = size == 1 and len(self.found) == self.inputs.span.rank
+        sure = "likely" if whole and self.complete(rows[0], sorted(places)) else "guess"
+        return [self._framed(ids) for ids in rows], [sure] * size
+
+    def complete(self, ids: list[int], positions: list[int]) -> bool:
+        """Say whether tokens run from the first special one to the last without a hole."""
+        special = self.model.special
+        prefix, suffix = list(special.prefix), list(special.suffix)
+        inner = ids[len(prefix) : len(ids) - len(suffix)]
+        return (
+            positions == list(range(len(ids)))
+            and ids[: len(prefix)] == prefix
+            and ids[len(ids) - len(suffix) :] == suffix
+            and not any(i in special.ids for i in inner)
+        )
+
+    def _framed(self, ids: list[int]) -> tuple[int, ...]:
+        """Put the tokenizer's own first and last tokens where they were not decoded: they are known to be there."""
+        special = self.model.special
+        inner = [i for i in ids if i not in (*special.prefix, *special.suffix)]
+        return (*special.prefix, *inner, *special.suffix)

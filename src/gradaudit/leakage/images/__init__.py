@@ -1,0 +1,1 @@
+"""What leaks of images: matching with priors, likelihoods, posteriors."""

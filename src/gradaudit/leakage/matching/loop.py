@@ -1,0 +1,98 @@
+"""The loop that DLG and TAG share: Gaussian starts, Adam or L-BFGS, nearest tokens at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradaudit.leakage.matching.descent import Descent, Schedule, by_lbfgs, minimize
+from gradaudit.leakage.matching.distances import Distance
+from gradaudit.leakage.matching.layout import layout
+from gradaudit.leakage.matching.replay import objective_of
+from gradaudit.leakage.matching.start import FirstLabels, first_labels
+from gradaudit.leakage.observed import nearest_tokens
+from gradaudit.types import Observation, Reconstruction
+
+
+def match(
+    seen: Observation,
+    rng: torch.Generator,
+    distance: Distance,
+    *,
+    steps: int,
+    learning_rate: float,
+    restarts: int,
+    assumed_length: int,
+    keep_best: bool,
+    what: str,
+    replayed: int,
+    start: float = 1.0,
+    lbfgs: bool = False,
+    learn_labels: bool = False,
+) -> Reconstruction:
+    """Recover a batch by minimizing a distance between updates from Gaussian starts.
+
+    Labels are used when given, read from the output layer where that is exact (`leakage.labels`), learned otherwise.
+
+    Args:
+        seen: the observation; knowledge must hold the batch size.
+        rng: random stream of the starts.
+        distance: between predicted and observed tensors.
+        steps: of the optimizer.
+        learning_rate: Adam's.
+        restarts: independent starts, minimized together; the lowest distance wins.
+        assumed_length: tokens a sentence when neither lengths nor position rows are known.
+        keep_best: take the best iterate instead of the last.
+        what: name for the progress bar.
+        replayed: local steps of a weight change replayed at most.
+        start: deviation of the starts; 0 takes the word table's.
+        lbfgs: torch's L-BFGS with its defaults in place of Adam, the starts in turn; steps are its own.
+        learn_labels: learn labels even where they are given or can be read.
+    """
+    objective = objective_of(seen, distance, replayed)
+    frame = layout(seen, assumed_length)
+    model, table = seen.model, seen.model.word_vectors()
+    shape = (restarts, *frame.ids.shape, table.shape[1])
+    noise = torch.randn(shape, generator=rng).to(table) * (start or float(table.std()))
+    first_vectors = torch.where(frame.fixed[None, :, :, None], table[frame.ids][None], noise)
+    first = first_labels(seen, frame)
+    learn = first.learned or learn_labels
+    labels = _labels(first, restarts, learn, seen, rng)
+    still = frame.fixed | ~frame.mask
+
+    def loss(vectors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return objective(vectors, frame.mask, targets)
+
+    if lbfgs:
+        found = by_lbfgs(first_vectors, still, labels, learn, loss, steps, what=what)
+    else:
+        descent = Descent(first_vectors, still, labels, "softmax" if learn else None, Schedule(steps, learning_rate))
+        found = minimize(descent, loss, steps, keep_best=keep_best, what=what)
+    best = int(found.loss.nan_to_num(nan=torch.inf).argmin())  # a start that diverged is not the best
+    ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
+    ids = torch.where(frame.fixed, frame.ids, ids)
+    details: dict[str, Any] = {
+        "distance": float(found.loss[best]),
+        "gradient_evaluations": found.evaluations * objective.passes,
+        **objective.details(),
+    }
+    classes: tuple[int, ...] | None = None
+    if model.spec.task == "classification":
+        final = found.labels[best]
+        classes = tuple(int(y) for y in (final.argmax(-1) if final.dim() > 1 else final))
+        details["labels"] = "learned" if learn else first.how
+    return Reconstruction(
+        sequences=frame.sequences(ids), labels=classes, notes=tuple(objective.notes()), details=details
+    )
+
+
+def _labels(first: FirstLabels, restarts: int, learn: bool, seen: Observation, rng: torch.Generator) -> torch.Tensor:
+    """Return [restarts, B, ...] labels in force, or logits to start learning them from."""
+    values = first.values
+    if not learn:
+        return values.expand(restarts, *values.shape)
+    # text's own labels, a distribution over the vocabulary a position, start close to even
+    scale = 0.01 if seen.model.spec.task == "causal-lm" else 1.0
+    shape = (*values.shape, seen.model.spec.labels) if values.dim() == 1 else values.shape
+    return scale * torch.randn((restarts, *shape), generator=rng).to(values.device)

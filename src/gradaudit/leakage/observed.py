@@ -1,0 +1,60 @@
+"""What was seen, as matching and decoding take it: gradient units, whose rows are hidden, which tokens are nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradaudit.errors import NotSupportedError
+from gradaudit.models.base import Model
+from gradaudit.types import Observation
+
+STEP, CANDIDATE = 1.5, 0.25
+"""What a step of the continuous search and a candidate of the discrete one cost, in gradients of a client (MiniLM)."""
+
+
+def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
+    """Return the observed tensors as gradients: a known SGD weight change is divided by -(learning rate x steps).
+
+    Raises:
+        NotSupportedError: a weight change of AdamW or of unknown training, whose scale is not a gradient's.
+    """
+    if seen.kind == "gradient":
+        return dict(seen.tensors)
+    if any(d.get("name") == "normalized-gaussian" for d in seen.knowledge.defenses or ()):
+        return {name: -value for name, value in seen.tensors.items()}  # its size was taken off by the client
+    how, size = seen.knowledge.training, seen.knowledge.batch_size
+    if how is None or how.optimizer != "sgd" or size is None:
+        raise NotSupportedError(
+            "matching reads a weight change only when it knows the batch size and that the client used SGD; "
+            "this one is of AdamW or of unknown training"
+        )
+    return {name: value / -(how.learning_rate * how.steps(size)) for name, value in seen.tensors.items()}
+
+
+def word_gradient_hidden(seen: Observation) -> list[str]:
+    """Return the views that matching on word vectors cannot predict: the word table's own gradient.
+
+    A guess made of word vectors never looks anything up in the table, so its rows have no predicted gradient. The
+    published harnesses leave them out as well. Where the table is tied to the output, it is left out whole.
+    """
+    word = set(seen.model.group("word"))
+    return [name for name, view in seen.views.items() if view.parameter in word]
+
+
+@torch.no_grad()
+def nearest_tokens(vectors: Tensor, table: Tensor, forbidden: Sequence[int] = ()) -> Tensor:
+    """Return the ids of the tokens whose word vectors lie nearest by cosine.
+
+    Args:
+        vectors: [..., d].
+        table: [V, d] word vectors.
+        forbidden: ids never returned (special tokens).
+    """
+    unit = torch.nn.functional.normalize(table, dim=1)
+    score = torch.nn.functional.normalize(vectors, dim=-1) @ unit.T
+    if len(forbidden):
+        score[..., list(forbidden)] = -torch.inf
+    return score.argmax(-1)

@@ -1,0 +1,88 @@
+"""Taking a recovered sentence out of a gradient: the ranks fall by its length, and that proves that it was in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.rowspace.subspace import Span, gap_rank
+from gradaudit.models.base import TextModel
+from gradaudit.types import Observation
+
+Matrices = Mapping[tuple[int, str], Tensor]
+"""Gradients by (block, role), [out, d] float64."""
+
+
+def matrices(seen: Observation, layers: int, roles: str = "qkv") -> dict[tuple[int, str], Tensor]:
+    """Return the seen gradients of the first blocks' roles; those not shared or all zero are left out."""
+    return matrices_of(seen, [(layer, role) for layer in range(min(layers, seen.model.depth)) for role in roles])
+
+
+def matrices_of(seen: Observation, keys: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Tensor]:
+    """Return the seen gradients by (block, role); those not shared or all zero are left out."""
+    found = {}
+    for key in keys:
+        for tensor in seen.role(*key):
+            if bool(tensor.any()):
+                found[key] = tensor.detach().double()
+    return found
+
+
+def sentence_gradient(model: TextModel, sentence: tuple[int, ...], label: int | None, like: Matrices) -> Matrices:
+    """Return one sentence's own gradient (batch of one), for the same matrices.
+
+    Args:
+        model: the model, in evaluation mode.
+        sentence: token ids.
+        label: its class; None where next words are predicted.
+        like: the matrices wanted.
+    """
+    device = next(iter(like.values())).device
+    ids = torch.tensor([sentence], device=device)
+    views = {key: model.views(*key)[0] for key in like}
+    names = sorted({view.parameter for view in views.values()})
+    parameters = model.parameters()
+    with torch.enable_grad():
+        labels = ids if label is None else torch.tensor([label], device=device)
+        loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=labels)
+        grads = dict(zip(names, torch.autograd.grad(loss, [parameters[n] for n in names]), strict=True))
+    return {key: view(grads[view.parameter]).detach().double() for key, view in views.items()}
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """What is left of a gradient after some sentences were taken out.
+
+    Args:
+        left: the matrices now.
+        whole: norms of the matrices as they were sent: rounding is relative to these.
+        eps: rounding of the gradient's type.
+    """
+
+    left: Matrices
+    whole: Mapping[tuple[int, str], float]
+    eps: float
+
+    def without(self, gradient: Matrices, share: float) -> Remainder:
+        """Return what is left after `share` of a sentence's gradient is subtracted."""
+        return Remainder({k: g - share * gradient[k] for k, g in self.left.items()}, self.whole, self.eps)
+
+    def stacked(self, layer: int) -> Tensor:
+        """Return a block's q, k and v, each scaled by what it was when sent, [out, d]."""
+        return torch.cat([g / self.whole[key] for key, g in self.left.items() if key[0] == layer and key[1] in "qkv"])
+
+    def span(self, layer: int) -> Span:
+        """Return a block's row space; its rank is cut at the rounding of the whole gradient, not of the rest."""
+        _, values, vh = torch.linalg.svd(self.stacked(layer), full_matrices=False)
+        level = max(float(values[0]), 1e-300)
+        rank, confidence = (0, 1.0) if level < 64 * self.eps else gap_rank(values, min(self.eps / level, 1e-3))
+        roles = tuple(role for at, role in self.left if at == layer and role in "qkv")
+        return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, roles)
+
+
+def remainder(left: Matrices, eps: float) -> Remainder:
+    """Return the remainder from which nothing was taken yet."""
+    return Remainder(left, {key: float(g.norm()) for key, g in left.items()}, eps)

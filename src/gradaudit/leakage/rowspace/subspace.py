@@ -1,0 +1,360 @@
+"""Row spaces of attention gradients: rank, span, and who lies in it.
+
+The gradient of y = W x over a batch is D^T X: its rows are combinations of the inputs x of the batch's tokens. So
+the inputs' span can be read from the gradient, and a token whose input lies outside it was not in the batch.
+
+Notation: W is [out, d]; b real tokens; X [b, d] their inputs; R [d, r] an orthonormal basis of the row space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.rowspace.noise_floor import above_noise, few_digits, few_values
+from gradaudit.models.base import FirstInputs, TextModel
+from gradaudit.types import Observation
+
+_WRONG = 0.8
+"""A true row lies below so many times the residual that a wrong one, twice as far down the list, has."""
+_TRUE = 3.0
+"""True rows are within so many times what noise alone makes of the nearest ones: at most 3.4 times in trials."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The row space of one block's stacked attention gradients.
+
+    Args:
+        basis: [d, r] orthonormal columns, float64.
+        values: singular values, largest first.
+        rank: r.
+        confidence: ratio of the singular values on both sides of the cut (1: no gap, the rank is a guess).
+        layer: block.
+        roles: roles that were stacked.
+        lost: [r] by direction, what noise turned out of it, per energy inside (`noise_floor.lost_share`); None where
+            the gradient has no noise but rounding.
+        scale: [d] by what a row is multiplied before it is held against the basis; None for nothing.
+    """
+
+    basis: Tensor
+    values: Tensor
+    rank: int
+    confidence: float
+    layer: int
+    roles: tuple[str, ...]
+    lost: Tensor | None = None
+    scale: Tensor | None = None
+
+    def expected(self, rows: Tensor) -> Tensor:
+        """Return the distance at which noise would put each row if it were a true one, to be held beside `residual`.
+
+        Args:
+            rows: [..., d].
+        """
+        if self.lost is None:
+            return torch.zeros_like(rows[..., 0])
+        basis, lost = self.basis.to(rows.dtype), self.lost.to(rows.dtype)
+        unit = self._unit(rows)
+        inside = (unit @ basis).square()
+        # noise brings energy into every direction alike: what is outside tells how much
+        outside = (1 - inside.sum(-1, keepdim=True)).clamp_min(0) / max(basis.shape[0] - self.rank, 1)
+        return ((inside - outside).clamp_min(0) @ lost).sqrt()
+
+    def residual(self, rows: Tensor) -> Tensor:
+        """Return the distance of each unit-normed row from the span, 0 (inside) to 1 (orthogonal).
+
+        A zero row (the padding token of some models) counts 1: it would lie inside every span and says nothing.
+
+        Args:
+            rows: [..., d]; computed in the rows' own dtype, so float32 rows have a floor near 1e-6.
+        """
+        basis = self.basis.to(rows.dtype)
+        unit = self._unit(rows)
+        distance: Tensor = torch.linalg.vector_norm(unit - (unit @ basis) @ basis.T, dim=-1)
+        distance = torch.where(unit.any(-1), distance, torch.ones_like(distance))
+        return distance
+
+    def _unit(self, rows: Tensor) -> Tensor:
+        scaled = rows if self.scale is None else rows * self.scale.to(rows.dtype)
+        return torch.nn.functional.normalize(scaled, dim=-1)
+
+
+def stack(
+    seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v")
+) -> tuple[Tensor | None, tuple[str, ...]]:
+    """Return the block's gradients that share an input, each scaled to unit norm, stacked to [out, d] in float64.
+
+    Q, K and V have the same input rows. Never one alone where more were shared: a causal first token has no query
+    gradient, keys lose one direction a sequence (softmax ignores a shift).
+
+    Returns:
+        The stack (None when nothing of it was seen) and the roles that are in it. All-zero gradients are left out.
+    """
+    parts, used = _parts(seen, layer, roles)
+    return (torch.cat([g / g.norm() for g in parts]) if parts else None), used
+
+
+def _parts(seen: Observation, layer: int, roles: Sequence[str]) -> tuple[list[Tensor], tuple[str, ...]]:
+    parts: dict[int, Tensor] = {}
+    used = []
+    for role in roles:
+        found = [g for g in seen.role(layer, role) if bool(g.any())]
+        if found:
+            # one adapter beside GPT-2's fused matrix is q's, k's and v's
+            parts |= {g.data_ptr(): g.detach().double() for g in found}
+            used.append(role)
+    return list(parts.values()), tuple(used)
+
+
+def gap_rank(values: Tensor, precision: float) -> tuple[int, float]:
+    """Return the numerical rank by the widest gap of the spectrum, and that gap's ratio.
+
+    Only cuts whose next value is at the rounding level count: a gap between two true directions is no cut. Of several
+    that are clear the last one above rounding is taken: with dropout off a true direction may be a thousand times
+    weaker than the rest and still forty times above rounding. With no value at that level (noise, or as many tokens
+    as the width) the widest gap of all is taken, if it is a gap.
+
+    Args:
+        values: singular values, largest first, not all zero.
+        precision: rounding level of what made the gradient, relative to the largest value (float32: 1.2e-7).
+
+    Returns:
+        rank, and the ratio of the values on both sides of the cut; (all, 1.0) when there is no gap.
+    """
+    values = values.double()
+    if len(values) == 0 or float(values[0]) == 0.0:
+        return 0, 1.0
+    relative = (values / values[0]).clamp_min(precision * 1e-6)
+    if len(values) == 1:
+        return 1, 1.0
+    ratio = relative[:-1] / relative[1:]
+    at_rounding = relative[1:] < 32 * precision
+    if bool(at_rounding.any()):
+        clear = at_rounding & (ratio >= 10) & (relative[:-1] > 4 * precision)
+        clear_cuts = torch.where(clear)[0]
+        widest = torch.where(at_rounding, ratio, torch.zeros_like(ratio)).argmax()
+        cut = int(clear_cuts[-1] if len(clear_cuts) else widest)
+        return cut + 1, float(ratio[cut])
+    cut = int(ratio.argmax())
+    if float(ratio[cut]) < 10:
+        return len(values), 1.0
+    return cut + 1, float(ratio[cut])
+
+
+def tolerance_rank(values: Tensor, shape: tuple[int, ...], keep_below: int) -> tuple[int, float]:
+    """Return the rank by DAGER's fixed rule: values above largest x size x float32 epsilon, at most `keep_below`.
+
+    Args:
+        values: singular values, largest first.
+        shape: of the matrix.
+        keep_below: the cap (the paper: d - 20).
+    """
+    if len(values) == 0:
+        return 0, 1.0
+    tolerance = float(values[0]) * max(shape) * torch.finfo(torch.float32).eps
+    rank = min(int((values > tolerance).sum()), keep_below)
+    following = float(values[rank]) if rank < len(values) else 0.0
+    return rank, float(values[rank - 1]) / following if rank and following else float("inf")
+
+
+def span(
+    seen: Observation,
+    layer: int,
+    roles: Sequence[str] = ("q", "k", "v"),
+    fixed_rank: bool = False,
+    noise: bool = False,
+    sure: bool = False,
+) -> Span | None:
+    """Return the row space of a block's attention gradients, or None when none of them were seen.
+
+    Args:
+        seen: the observation.
+        layer: block.
+        roles: which of q, k, v to stack; those not shared are passed over.
+        fixed_rank: DAGER's fixed tolerance in place of the spectral gap.
+        noise: where no value is at the rounding level, take what stands above the noise of the others.
+        sure: there is noise, whatever this block's spectrum looks like.
+    """
+    parts, used = _parts(seen, layer, roles)
+    if not parts:
+        return None
+    stacked = torch.cat([g / g.norm() for g in parts])
+    _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
+    if fixed_rank:
+        rank, confidence = tolerance_rank(values, tuple(stacked.shape), stacked.shape[1] - 20)
+    else:
+        precision = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
+        rank, confidence = gap_rank(values, precision)
+        # of adapters' few rows the smallest value may be the batch's; a change of weights is always rounded
+        if sure or (noise and (len(values) == stacked.shape[1] or seen.kind == "delta")):
+            sent = [g for role in used for g in seen.role(layer, role)]
+            digits = any(few_digits(g) for g in sent)
+            sure = sure or digits or any(few_values(g) for g in sent)
+            if sure or float(values[-1]) >= 32 * precision * float(values[0]):
+                return _above_noise(parts, layer, used, digits, sure)
+    return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, used)
+
+
+def _above_noise(parts: Sequence[Tensor], layer: int, roles: tuple[str, ...], digits: bool, sure: bool) -> Span:
+    """Return the row space of gradients none of whose directions is at the rounding level, or all of few digits."""
+    found = above_noise(parts, digits, sure)
+    values, rank = found.values, found.rank
+    confidence = float(values[rank - 1] / values[rank]) if 0 < rank < len(values) else 1.0
+    basis = found.vectors[:, :rank].contiguous()
+    return Span(basis, values, rank, confidence, layer, roles, found.lost, found.scale)
+
+
+def cut_by_gap(residuals: Tensor, low: float, high: float) -> float:
+    """Return the threshold in the widest logarithmic gap of the residuals between `low` and `high`.
+
+    Residuals of true rows sit at rounding level times the conditioning of the span, those of wrong rows near the
+    distance of unrelated vectors; the gap between the two moves with the batch, which is why no fixed tolerance works.
+
+    Args:
+        residuals: [n] residuals of candidates, true and wrong mixed; there may be none of either.
+        low: no threshold below this (rounding).
+        high: no threshold above this (a wrong row could pass).
+    """
+    inside = residuals[(residuals > low) & (residuals < high)].double().sort().values
+    edges = torch.cat([inside.new_tensor([low]), inside, inside.new_tensor([high])]).log()
+    widest = int((edges[1:] - edges[:-1]).argmax())
+    return float(((edges[widest] + edges[widest + 1]) / 2).exp())
+
+
+def below_wrong(residuals: Tensor, most: int) -> float:
+    """Return a threshold somewhat below the residuals of wrong rows, which most of the candidates are.
+
+    Args:
+        residuals: [n] residuals of candidates.
+        most: true rows there can be.
+    """
+    return _WRONG * float(residuals.kthvalue(min(2 * most + 1, len(residuals))).values)
+
+
+def cut_above_noise(residuals: Tensor, expected: Tensor, most: int, low: float) -> float:
+    """Return a threshold between true rows, which noise puts off the span, and the wrong ones.
+
+    Most candidates are wrong, so they tell themselves where wrong ones begin; what noise makes of the nearest tells
+    where true ones may end. The threshold is in the widest gap between the two.
+
+    Args:
+        residuals: [n] residuals of candidates.
+        expected: [n] what noise alone would make them (`Span.expected`).
+        most: true rows there can be.
+        low: no threshold below this (rounding).
+    """
+    true = float(expected[residuals.argsort()[:most]].median())
+    high = below_wrong(residuals, most)
+    if not low < high:
+        return low
+    return cut_by_gap(residuals, min(max(low, _TRUE * true), high / 2), high)
+
+
+class VocabularyCheck:
+    """Distance of every vocabulary token, at any position, from block 0's span.
+
+    With x = weight * (w + p) / s + bias, both |x|^2 and |R^T x|^2 split into products of words and of positions that
+    are computed once, so a position costs three products of the vocabulary with a vector. The split loses half the
+    digits: it only sorts out, and `residuals` measures what is left anew, from the model itself.
+
+    Args:
+        parts: the model's block-0 inputs in parts.
+        span: block 0's span.
+    """
+
+    def __init__(self, parts: FirstInputs, span: Span) -> None:
+        basis = span.basis.to(parts.words.dtype)
+        if span.scale is not None:
+            scale = span.scale.to(parts.words.dtype)
+            parts = replace(parts, weight=parts.weight * scale, bias=parts.bias * scale)
+        words, positions = parts.words, parts.positions
+        if parts.centered:
+            words = words - words.mean(1, keepdim=True)
+            positions = positions - positions.mean(1, keepdim=True)
+        scaled = parts.weight * positions
+        self._parts, self._positions, self._scaled = parts, positions, scaled
+        self._words = words
+        self._word_square = words.square().sum(1)
+        squared = parts.weight.square()
+        self._scaled_square = words.square() @ squared
+        self._word_bias = words @ (parts.weight * parts.bias)
+        self._word_basis = words @ (parts.weight[:, None] * basis)
+        self._position_basis = scaled @ basis
+        self._bias_basis = parts.bias @ basis
+        self._bias_square = parts.bias.square().sum()
+        self._inside_square = self._word_basis.square().sum(1)
+        self._inside_bias = self._word_basis @ self._bias_basis
+        # two [V, d] x [d, 1] products a position; done together they are one pass over the vocabulary
+        self._pair = torch.stack([positions, positions * squared], 2)
+
+    @torch.no_grad()
+    def rough(self, position: int) -> Tensor:
+        """Return [V] residuals at one position, good to about 1e-3."""
+        p = position if len(self._positions) > 1 else 0
+        plain, weighted = (self._words @ self._pair[p]).unbind(1)
+        width = self._words.shape[1]
+        mean_square = (self._word_square + 2 * plain + self._positions[p].square().sum()) / width
+        inverse = (mean_square + self._parts.eps).rsqrt()
+        square = inverse.square() * (self._scaled_square + 2 * weighted + self._scaled[p].square().sum())
+        square = square + 2 * inverse * (self._word_bias + (self._scaled[p] * self._parts.bias).sum())
+        square = square + self._bias_square
+        along = self._position_basis[p]
+        inside = inverse.square() * (self._inside_square + 2 * (self._word_basis @ along) + along.square().sum())
+        inside = inside + 2 * inverse * (self._inside_bias + along @ self._bias_basis)
+        inside = inside + self._bias_basis.square().sum()
+        tiny = torch.finfo(square.dtype).tiny
+        residual: Tensor = ((square - inside).clamp_min(0) / square.clamp_min(tiny)).sqrt()
+        residual = torch.where(square > tiny, residual, torch.ones_like(residual))
+        return residual
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens whose block-0 input lies near the span at one position.
+
+    Args:
+        ids: [n] token ids, nearest first.
+        residuals: [n] their residuals.
+        expected: [n] what noise alone would make them.
+    """
+
+    ids: Tensor
+    residuals: Tensor
+    expected: Tensor
+
+    def below(self, threshold: float) -> Candidates:
+        """Return those with a residual below the threshold."""
+        keep = self.residuals < threshold
+        return Candidates(self.ids[keep], self.residuals[keep], self.expected[keep])
+
+
+def near_tokens(model: TextModel, rough: Tensor, span: Span, position: int, within: float) -> Candidates:
+    """Return the tokens whose residual at one position is below `within`, measured on the model itself.
+
+    Args:
+        model: the model.
+        rough: [V] residuals at this position by the vocabulary check of the same span.
+        span: block 0's span.
+        position: 0-based.
+        within: the largest residual of interest.
+    """
+    return measured_tokens(model, torch.where(rough < within + 0.02)[0], span, position).below(within)
+
+
+def measured_tokens(model: TextModel, ids: Tensor, span: Span, position: int) -> Candidates:
+    """Return tokens with their residuals at one position, measured on the model itself.
+
+    Args:
+        model: the model.
+        ids: [n] tokens.
+        span: block 0's span.
+        position: 0-based.
+    """
+    inputs = model.first_inputs(position, ids)
+    residuals = span.residual(inputs)
+    order = residuals.argsort(stable=True)
+    return Candidates(ids[order], residuals[order], span.expected(inputs)[order])
