@@ -22,13 +22,14 @@ import torch
 from exact_decoding import DATA, OFF
 from tables import command, commit, write_table
 
-from gradaudit.audit import pick_device, prepare, run
+from gradaudit.audit.prepare import pick_device, prepare
+from gradaudit.audit.run import run
 from gradaudit.case import parse_case
+from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
-from gradaudit.process import ready_process
 from gradaudit.record import Record
 
 PLAIN = {"name": "dager", "embedding_rows": False}

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
-from gradaudit.audit import pick_device, prepare, private_batch, sent
+from gradaudit.audit.batch import sent
+from gradaudit.audit.prepare import pick_device, prepare, private_batch
 from gradaudit.case import load_case
 from gradaudit.leakage.decoding.erasures import decode, refine
 from gradaudit.leakage.decoding.rows import INSIDE, LEAST_KEPT, MaskedInputs, Search, find_rows
 from gradaudit.leakage.rowspace.subspace import span
-from gradaudit.process import ready_process
+from gradaudit.machine import ready_process
 from gradaudit.streams import stream
 
 CANDIDATES = 200

@@ -17,12 +17,13 @@ import torch
 from dager import PLAIN, Cell
 from tables import command, commit, write_table
 
-from gradaudit.audit import prepare, private_batch, sent
+from gradaudit.audit.batch import sent
+from gradaudit.audit.prepare import prepare, private_batch
 from gradaudit.case import parse_case
 from gradaudit.leakage.rowspace.growth import AcceptedTokens
 from gradaudit.leakage.rowspace.subspace import span
+from gradaudit.machine import ready_process
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.process import ready_process
 
 MOST = 10_000_000
 """Products a length in the paper."""

@@ -21,14 +21,16 @@ import torch
 from rich.console import Console
 from tables import command, commit, write_table
 
-from gradaudit.audit import pick_device, prepare, run, run_info
+from gradaudit.audit.info import run_info
+from gradaudit.audit.prepare import pick_device, prepare
+from gradaudit.audit.run import run
 from gradaudit.case import parse_case
+from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.process import ready_process
 from gradaudit.progress import step
 from gradaudit.record import Record
-from gradaudit.terminal import progress_bars
+from gradaudit.report.terminal import progress_bars
 
 DATA: dict[str, dict[str, Any]] = {
     "cola": {"path": "../shared/data/cola/in_domain_train.tsv", "header": False, "text": 3, "label": 1},

@@ -17,14 +17,15 @@ import torch
 from exact_decoding import OFF, PRACTICAL, Cell
 from tables import command
 
-from gradaudit.audit import Prepared, pick_device, prepare, private_batch, sent
+from gradaudit.audit.batch import sent
+from gradaudit.audit.prepare import Prepared, pick_device, prepare, private_batch
 from gradaudit.case import parse_case
 from gradaudit.leakage.decoding.assembly import take_out
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, look_harder
 from gradaudit.leakage.decoding.sentences import CLOSED, DecodedRows
 from gradaudit.leakage.rowspace.deflation import matrices, remainder
 from gradaudit.leakage.rowspace.subspace import span
-from gradaudit.process import ready_process
+from gradaudit.machine import ready_process
 from gradaudit.streams import stream
 
 

@@ -23,10 +23,11 @@ from exact_decoding import DATA, OFF
 from safetensors.torch import save_file
 from tables import command, commit, write_table
 
-from gradaudit.audit import prepare, private_batch, sent
-from gradaudit.bundle import MANIFEST, save_bundle
+from gradaudit.audit.batch import sent
+from gradaudit.audit.prepare import prepare, private_batch
+from gradaudit.bundles.bundle import MANIFEST, save_bundle
 from gradaudit.case import parse_case
-from gradaudit.process import ready_process
+from gradaudit.machine import ready_process
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "vocab_size": 32000,

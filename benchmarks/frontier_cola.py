@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _order(attacks: dict[str, dict[str, str]]) -> tuple[float, float]:
-    """As `gradaudit.frontier` orders points: the highest utility first, and of one utility the lowest leak."""
+    """As `gradaudit.sweeps.frontier` orders points: the highest utility first, and of one utility the lowest leak."""
     costs = [float(row["mcc"]) for row in attacks.values() if row["mcc"]]
     leaks = [float(row["rougeL mean"]) for row in attacks.values() if row["rougeL mean"]]
     return -max(costs, default=-100.0), max(leaks, default=0.0)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from tables import command, commit, write_table
 
-from gradaudit.audit import pick_device, prepare, run
+from gradaudit.audit.prepare import pick_device, prepare
+from gradaudit.audit.run import run
 from gradaudit.case import parse_case
+from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
-from gradaudit.process import ready_process
 
 CLIENTS = [(1, 1, 0.1), (1, 4, 0.01), (1, 4, 0.1)]
 """Images, epochs and learning rate."""

@@ -23,21 +23,22 @@ import torch
 from tables import command, commit, write_table
 from transformers import GPT2Config, GPT2Tokenizer
 
-from gradaudit.audit import Prepared, pick_device, prepare, run
+from gradaudit.audit.fitting import INVERTERS, fitted
+from gradaudit.audit.prepare import Prepared, pick_device, prepare
+from gradaudit.audit.run import run
 from gradaudit.case import parse_case
-from gradaudit.client import Client
+from gradaudit.client.client import Client
+from gradaudit.client.simulate_text import ClientSimulation, _batch
 from gradaudit.errors import AuditError
-from gradaudit.fitting import INVERTERS, fitted
 from gradaudit.learned.text.features import hashed, sizes_of
 from gradaudit.learned.text.hashing import Hash
+from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.packages import gpt2_vocabulary_folder
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.process import ready_process
 from gradaudit.record import Record
 from gradaudit.registry import build, describe
 from gradaudit.selection import Selection
-from gradaudit.simulate import ClientSimulation, _batch
 from gradaudit.streams import stream
 
 WORDS, LENGTH = 5000, 16

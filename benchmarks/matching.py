@@ -21,12 +21,15 @@ import torch
 from exact_decoding import DATA, OFF, PRACTICAL
 from tables import command, commit, write_table
 
-from gradaudit.audit import RECORDS, pick_device, prepare, run
+from gradaudit.audit.info import RECORDS
+from gradaudit.audit.prepare import pick_device, prepare
+from gradaudit.audit.run import run
 from gradaudit.case import parse_case
+from gradaudit.files import read_lines
 from gradaudit.leakage.matching.compiled import compiling
+from gradaudit.machine import ready_process
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.process import ready_process
-from gradaudit.record import Record, read_lines
+from gradaudit.record import Record
 
 # about 7,500 evaluations, what TAG's published 2500 steps cost; the published decay, as far down, in fewer steps
 GRAB: dict[str, Any] = {

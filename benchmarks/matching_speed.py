@@ -24,7 +24,8 @@ import torch
 from exact_decoding import PRACTICAL, Cell
 from tables import command, commit
 
-from gradaudit.audit import pick_device, prepare, private_batch, sent
+from gradaudit.audit.batch import sent
+from gradaudit.audit.prepare import pick_device, prepare, private_batch
 from gradaudit.case import parse_case
 from gradaudit.leakage.matching.beams import BeamSearch
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
@@ -33,8 +34,8 @@ from gradaudit.leakage.matching.distances import L2, Cosine, Distance, SquaredL2
 from gradaudit.leakage.matching.layout import Layout
 from gradaudit.leakage.matching.masks import Masks
 from gradaudit.leakage.matching.objective import Objective
+from gradaudit.machine import ready_process
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.process import ready_process
 from gradaudit.types import Batch, Observation
 
 TIMES = 3

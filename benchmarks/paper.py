@@ -16,14 +16,16 @@ import torch
 from rich.console import Console
 from tables import command
 
-from gradaudit.audit import pick_device, prepare, run, run_info
+from gradaudit.audit.info import run_info
+from gradaudit.audit.prepare import pick_device, prepare
+from gradaudit.audit.run import run
 from gradaudit.case import Case, load_case
 from gradaudit.leakage.matching.compiled import compiling
+from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import interval, summarize
-from gradaudit.process import ready_process
 from gradaudit.progress import step
 from gradaudit.record import Interval, Record, RunInfo, Summary
-from gradaudit.terminal import progress_bars
+from gradaudit.report.terminal import progress_bars
 
 SHOWN = ("rouge1", "rouge2", "rougeL", "token_accuracy", "exact")
 

@@ -20,11 +20,13 @@ import torch
 from PIL import Image, ImageDraw
 from vision import ATTACKS, DEFENSES
 
-from gradaudit.audit import IMAGES, prepare, run
+from gradaudit.audit.info import IMAGES
+from gradaudit.audit.prepare import prepare
+from gradaudit.audit.run import run
 from gradaudit.case import parse_case
 from gradaudit.errors import AuditError
+from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
-from gradaudit.process import ready_process
 from gradaudit.record import Pictures, Record
 
 ROWS = {"blind": "blind", "ig": "ig", "gigip": "gigip", "lti-images": "lti-kernel", "refined": "lti-refined"}

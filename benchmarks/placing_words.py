@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from exact_decoding import DATA, OFF, Cell
 
-from gradaudit.audit import pick_device, prepare, private_batch, sent
+from gradaudit.audit.batch import sent
+from gradaudit.audit.prepare import pick_device, prepare, private_batch
 from gradaudit.case import parse_case
 from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
 from gradaudit.leakage.rowspace.deflation import matrices, remainder
-from gradaudit.process import ready_process
+from gradaudit.machine import ready_process
 
 
 def on_top(pairs: Pairs, strength: torch.Tensor, right: set[tuple[int, int]]) -> int:

@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from tables import command, commit, write_table
 
-from gradaudit.audit import pick_device, prepare
+from gradaudit.audit.prepare import client_of, pick_device, prepare
 from gradaudit.case import parse_case
-from gradaudit.case_client import client_of
-from gradaudit.data.source import make_batch
-from gradaudit.mean_update import mean_update
+from gradaudit.client.mean_update import mean_update
+from gradaudit.data.text import make_batch
 from gradaudit.registry import build
 from gradaudit.streams import stream
 

@@ -21,14 +21,14 @@ import torch
 from pyarrow import parquet
 from tables import command, commit, write_table
 
-from gradaudit.audit import prepare, run
-from gradaudit.audit_images import PreparedImages
+from gradaudit.audit.fitting import simulation_of
+from gradaudit.audit.prepare import PreparedImages, prepare
+from gradaudit.audit.run import run
 from gradaudit.case import Case, parse_case
-from gradaudit.fitting import simulation_of
+from gradaudit.client.simulate_images import ImageSimulation
+from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
-from gradaudit.process import ready_process
 from gradaudit.record import Summary
-from gradaudit.simulate_images import ImageSimulation
 from gradaudit.streams import stream
 from gradaudit.types import ImageBatch
 

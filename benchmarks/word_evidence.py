@@ -15,11 +15,12 @@ from pathlib import Path
 from exact_decoding import OFF, Cell, compressed
 from tables import command, commit
 
-from gradaudit.audit import pick_device, prepare, private_batch, sent
+from gradaudit.audit.batch import sent
+from gradaudit.audit.prepare import pick_device, prepare, private_batch
 from gradaudit.case import parse_case
 from gradaudit.leakage.rowspace.ranking import likeliest_words, rank_words
 from gradaudit.leakage.rowspace.subspace import stack
-from gradaudit.process import ready_process
+from gradaudit.machine import ready_process
 
 LEVELS = (0.01, 0.05, 0.1)
 SIZES = {1: 8, 4: 3, 16: 1}

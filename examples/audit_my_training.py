@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
 
 import gradaudit
-from gradaudit.examine import examine
+from gradaudit.bundles.examine import examine
 from gradaudit.models.packages import minilm_folder
 
 MESSAGES = ["Please wire Tobias 900 euros before Friday.", "Clara Berg refused insulin on 14 March."]

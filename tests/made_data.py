@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradaudit.data.source import DataSpec, Rows, load_rows
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import Rows, load_rows
 from gradaudit.errors import BadInputError
 
 TEXTS = ['She said "run", twice.', "Zoë,\tMüller\nand I", "plain\r\nlines", "'quoted'"]

@@ -8,20 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from gradaudit.files import append_line
 from gradaudit.flags import FLAGS
-from gradaudit.record import (
-    SCORES,
-    Diagnosis,
-    Interval,
-    Mark,
-    Record,
-    RunInfo,
-    SentenceMarks,
-    Spectrum,
-    Summary,
-    Texts,
-    append_line,
-)
+from gradaudit.record import SCORES, Diagnosis, Interval, Mark, Record, RunInfo, SentenceMarks, Spectrum, Summary, Texts
 from gradaudit.report.render import render_html
 
 HOSTILE = (

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 import tiny_models
-from gradaudit import audit
+from gradaudit.audit import run as audit
+from gradaudit.audit.info import IMAGES, TEXTS
+from gradaudit.audit.prepare import prepare
 from gradaudit.case import load_case, parse_case
 from gradaudit.errors import AuditError
 from gradaudit.registry import known
-from gradaudit.sweep import load_sweep
+from gradaudit.sweeps.sweep import load_sweep
 
 ROOT = Path(__file__).parents[1]
 STORED = Path(__file__).with_name("net.json")
@@ -99,14 +101,14 @@ def outcome(case: dict[str, Any], folder: Path, whole: bool) -> Any:
     """
     with tempfile.TemporaryDirectory(dir=folder) as out:
         try:
-            ready = audit.prepare(parse_case(case), folder, torch.device("cpu"))
+            ready = prepare(parse_case(case), folder, torch.device("cpu"))
             (record,) = audit.run(ready, Path(out), inverters=Path(out) / "inverters")
         except AuditError as refusal:
             return f"refused: {shortened(str(refusal))}"
         if not whole:
             return {"error": record.error, "flags": list(record.flags)}
         data = record.model_dump(mode="json")
-        files = [Path(out) / name for name in (audit.TEXTS, audit.IMAGES) if (Path(out) / name).exists()]
+        files = [Path(out) / name for name in (TEXTS, IMAGES) if (Path(out) / name).exists()]
         private = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         for one in (data, *private):
             for name in ("case", "setting", "seconds", "originals"):

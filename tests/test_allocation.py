@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gradaudit.allocation import keep_freed_memory
+from gradaudit.machine import keep_freed_memory
 
 HELD = """
 import sys, torch

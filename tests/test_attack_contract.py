@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradaudit.attacks.base import Attack, _checksum, needs_of
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import AuditError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.priors import frequent_tokens, frequent_words
 from gradaudit.registry import build, describe, known

@@ -17,11 +17,16 @@ import pytest
 import torch
 
 import tiny_models
-from gradaudit import audit, registry
+from gradaudit import registry
 from gradaudit.attacks.base import Attack
+from gradaudit.audit import run as audit
+from gradaudit.audit.batch import audit_batch
+from gradaudit.audit.info import INFO, RECORDS
+from gradaudit.audit.prepare import Prepared, pick_device, prepare
 from gradaudit.case import parse_case
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
-from gradaudit.record import Record, Texts, read_lines
+from gradaudit.files import read_lines
+from gradaudit.record import Record, Texts
 from gradaudit.types import Observation, Reconstruction
 
 CPU = torch.device("cpu")
@@ -35,7 +40,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def make(folders, rows: Path, family: str = "llama", **over) -> audit.Prepared:
+def make(folders, rows: Path, family: str = "llama", **over) -> Prepared:
     case = {
         "model": f"random:{folders[family]}",
         "data": {"path": str(rows), "label": "label", "batch_size": 2, "batches": 3},
@@ -43,7 +48,7 @@ def make(folders, rows: Path, family: str = "llama", **over) -> audit.Prepared:
     }
     for key, value in over.items():
         case[key] = case.get(key, {}) | value if isinstance(value, dict) else value
-    return audit.prepare(parse_case(case), Path.cwd(), CPU)
+    return prepare(parse_case(case), Path.cwd(), CPU)
 
 
 def test_a_record_says_how_it_came_about(folders, data: Path, tmp_path: Path):
@@ -116,12 +121,12 @@ def test_a_trained_head_keeps_its_numbers_of_the_classes(folders, load, tmp_path
         rows = tmp_path / "rows.csv"
         rows.write_text("text,label\n" + "".join(f"{t},{names[n % 2]}\n" for n, t in enumerate(texts)))
         table = {"model": str(own), "data": {"path": str(rows), "label": "label"}, "attack": {"name": "blind"}}
-        ready = audit.prepare(parse_case(table), tmp_path, torch.device("cpu"))
+        ready = prepare(parse_case(table), tmp_path, torch.device("cpu"))
         assert ready.model.spec.labels == 3
         assert [ready.rows.labels[n] for n in range(2)] == list(right)
     rows.write_text("text,label\n" + "".join(f"{t},{'wxyz'[n]}\n" for n, t in enumerate(texts)))
     with pytest.raises(BadInputError, match="could not be loaded"):
-        audit.prepare(parse_case(table), tmp_path, torch.device("cpu"))
+        prepare(parse_case(table), tmp_path, torch.device("cpu"))
 
 
 def test_two_programs_do_not_write_one_folder(folders, data: Path, tmp_path: Path):
@@ -143,13 +148,13 @@ def test_changed_weights_are_not_mixed_into_a_run(folders, data: Path, tmp_path:
     ready.model.weights_changed()
     with pytest.raises(BadInputError, match="model's weights have changed"):
         next(audit.run(ready, tmp_path / "out"))
-    (tmp_path / "out" / audit.RECORDS).unlink()
+    (tmp_path / "out" / RECORDS).unlink()
     half = tmp_path / "out" / audit.UNFINISHED / f"{ready.case.content_hash()[:16]}-1.safetensors"
     half.parent.mkdir(exist_ok=True)
     half.write_bytes(b"of the old weights")
     next(audit.run(ready, tmp_path / "out"))
     assert not half.exists(), "what was kept of an attack on other weights is of no use"
-    told = json.loads((tmp_path / "out" / audit.INFO).read_text())
+    told = json.loads((tmp_path / "out" / INFO).read_text())
     assert told["model"]["fingerprint"] == ready.model.fingerprint()
 
 
@@ -202,21 +207,21 @@ def test_flags_name_what_was_done(folders, data: Path, tmp_path: Path):
     noise = {"name": "gaussian", "sigma": 0.1, "relative": False}
     unaware = {"defenses": False}
     ready = make(folders, data, "bert", client={"dropout": True}, defense=[noise], knowledge=unaware)
-    record, _ = audit.audit_batch(ready, 0)
+    record, _ = audit_batch(ready, 0)
     assert {"dropout-not-modeled", "defense-not-modeled", "word-rows-shared"} <= set(record.flags)
     assert "defenses" not in record.knowledge
     with pytest.raises(NotSupportedError, match="no counter to 'gaussian' here, of which it was told"):
         make(folders, data, "bert", defense=[noise])
     told = make(folders, data, "bert", defense=[noise], attack={"name": "decode"})
-    assert audit.audit_batch(told, 0)[0].knowledge["defenses"] == [noise]
-    quiet, _ = audit.audit_batch(make(folders, data, "bert", selection={"tensors": "0-1:q,k,v"}), 0)
+    assert audit_batch(told, 0)[0].knowledge["defenses"] == [noise]
+    quiet, _ = audit_batch(make(folders, data, "bert", selection={"tensors": "0-1:q,k,v"}), 0)
     assert not {"dropout-not-modeled", "defense-not-modeled", "word-rows-shared"} & set(quiet.flags)
     assert quiet.share_of_parameters < 0.5
 
 
 def test_what_is_not_given_is_not_there(folders, data: Path):
     ready = make(folders, data, knowledge={"batch_size": False, "training": False, "dropout": False, "defenses": False})
-    record, _ = audit.audit_batch(ready, 0)
+    record, _ = audit_batch(ready, 0)
     assert set(record.knowledge) == {"selection", "update"}
 
 
@@ -236,7 +241,7 @@ def test_classification_needs_a_label_column(folders, data: Path):
 
 
 def test_causal_lm_needs_no_label_and_loses_the_last_token(folders, data: Path):
-    record, texts = audit.audit_batch(make(folders, data, data={"label": None}, task="causal-lm"), 0)
+    record, texts = audit_batch(make(folders, data, data={"label": None}, task="causal-lm"), 0)
     assert record.error is None
     # nothing is predicted from a sentence's last token and nothing attends to it: theory forbids finding it
     assert [words[:-1] for words in texts.original_words] == list(texts.recovered_words)
@@ -245,7 +250,7 @@ def test_causal_lm_needs_no_label_and_loses_the_last_token(folders, data: Path):
 def test_a_long_text_is_cut_and_flagged(folders, tmp_path: Path):
     path = tmp_path / "long.csv"
     path.write_text("text,label\n" + " ".join(tiny_models.WORDS[:90]) + ",1\nriver stone,0\n", encoding="utf8")
-    record, _ = audit.audit_batch(make(folders, path, data={"batch_size": 1, "batches": 1}), 0)
+    record, _ = audit_batch(make(folders, path, data={"batch_size": 1, "batches": 1}), 0)
     assert "truncated" in record.flags
     assert record.tokens == tiny_models.LONGEST
 
@@ -291,10 +296,10 @@ def test_kill_minus_nine_in_mid_run_then_resume(folders, data: Path, tmp_path: P
 
 
 def test_the_device_is_named_or_refused():
-    assert audit.pick_device("cpu").type == "cpu"
-    assert audit.pick_device("auto").type in ("cpu", "cuda")
+    assert pick_device("cpu").type == "cpu"
+    assert pick_device("auto").type in ("cpu", "cuda")
     with pytest.raises(BadInputError, match="device"):
-        audit.pick_device("tpu")
+        pick_device("tpu")
     if not torch.cuda.is_available():
         with pytest.raises(BadInputError, match="not there"):
-            audit.pick_device("cuda")
+            pick_device("cuda")

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from gradaudit import bundle
-from gradaudit.client import Client
+from gradaudit.bundles import bundle
+from gradaudit.bundles.examine import examine
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.examine import examine
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Given
@@ -65,7 +65,7 @@ def test_it_is_its_owners_alone(made, load, tmp_path):
 
 
 def test_an_attack_on_the_bundle_recovers_the_batch(made):
-    from gradaudit.examine import examine
+    from gradaudit.bundles.examine import examine
 
     folder, _, batch = made
     found = examine(folder, "dager", [], "all", None, 0, torch.device("cpu"))

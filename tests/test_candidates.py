@@ -11,7 +11,7 @@ import torch
 from gradaudit.attacks import lamp
 from gradaudit.attacks.grab import Grab
 from gradaudit.attacks.lamp import Lamp, edit, surprise
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.matching.beams import BeamSearch, ended, moves
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
@@ -26,7 +26,7 @@ from gradaudit.models.taps import _tap
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given
-from gradaudit.unfinished import keep, kept, kept_in
+from gradaudit.workspace import keep, kept, kept_in
 from tiny_models import batch_of, doubled, seen_of, sentences
 
 KNOWN = Given(labels=True, lengths=True)

@@ -9,7 +9,7 @@ import torch
 
 import gradaudit
 import tiny_models
-from gradaudit.bundle import load_bundle
+from gradaudit.bundles.bundle import load_bundle
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import tiny_models
-from gradaudit import audit, bundle, cli
-from gradaudit.client import Client
+from gradaudit import cli
+from gradaudit.audit import run as audit
+from gradaudit.audit.batch import audit_batch
+from gradaudit.bundles import bundle
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError
 from gradaudit.streams import stream
 from gradaudit.types import Given
@@ -165,7 +168,7 @@ def test_every_batch_failing_is_inconclusive(gradaudit, case: Path, tmp_path: Pa
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(gradaudit, case, tmp_path, monkeypatch):
-    real = audit.audit_batch
+    real = audit_batch
 
     def interrupted(ready, index: int):
         if index == 1:
@@ -278,7 +281,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(gradaudit, case, update, tmp_
 
 
 def test_recovered_text_cannot_drive_the_terminal():
-    from gradaudit.terminal import harmless
+    from gradaudit.report.terminal import harmless
 
     evil = "\x1b[2Jgone\u202eevil\x07\nline"
     shown = harmless(evil)

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.registry import build

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradaudit.attacks.tag import Tag
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.matching import compiled
 from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.leakage.matching.distances import L2, Cosine, OnSupport, SquaredL2

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
-from gradaudit.judge import diagnose, flags, notes_of
+from gradaudit.judge.diagnosis import diagnose
+from gradaudit.judge.flags import flags, notes_of
 from gradaudit.leakage.matching.counters import COUNTERED, countered
 from gradaudit.leakage.matching.distances import Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
 from gradaudit.leakage.matching.objective import Objective

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.past_width import is_full
 from gradaudit.leakage.rowspace.sentence_ends import copies, ends_of, share
 from gradaudit.leakage.rowspace.subspace import span

@@ -9,8 +9,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from gradaudit.data.source import DataSpec, load_rows
+from gradaudit.data.spec import DataSpec
 from gradaudit.data.tables import LONGEST_FIELD
+from gradaudit.data.text import load_rows
 from made_data import LABELS, TEXTS, refusal
 
 # --- the spec

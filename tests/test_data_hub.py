@@ -7,7 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from gradaudit.data.source import DataSpec, load_rows
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import load_rows
 from made_data import refusal
 
 # --- the hub

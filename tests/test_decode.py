@@ -13,8 +13,9 @@ import torch
 
 import gradaudit.attacks.decode as attack_file
 from gradaudit.attacks.decode import Decode
-from gradaudit.client import Client
-from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
+from gradaudit.client.client import Client
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.assembly import Solved, take_out
 from gradaudit.leakage.decoding.explain import Explained

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.defenses.aegis import Aegis
 from gradaudit.defenses.base import BatchDefense, RoleDefense
 from gradaudit.defenses.dpsgd import DPSGD

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradaudit import demo
-from gradaudit.bundle import load_bundle
+from gradaudit.bundles.bundle import load_bundle
 from gradaudit.report.render import render
 
 pytestmark = pytest.mark.minilm

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.dlg import Dlg
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.matching import loop as harness
 from gradaudit.leakage.matching.descent import Descent, Point, Schedule, better, by_lbfgs, minimize
 from gradaudit.leakage.matching.distances import L2

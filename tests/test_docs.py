@@ -26,13 +26,14 @@ from pydantic.fields import FieldInfo
 import tiny_models
 from gradaudit import registry
 from gradaudit.accounting.claim import parse_claims
-from gradaudit.bundle import Manifest, ModelEntry, load_bundle
+from gradaudit.bundles.bundle import Manifest, load_bundle
+from gradaudit.bundles.examine import Examination
+from gradaudit.bundles.model import ModelEntry
 from gradaudit.case import Case, parse_case
 from gradaudit.catalog import details, listing
 from gradaudit.cli import app
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, ExitCode, NotSupportedError
-from gradaudit.examine import Examination
 from gradaudit.flags import FLAGS
 from gradaudit.record import Diagnosis, Interval, Pictures, Record, RunInfo, Summary, Texts
 from gradaudit.streams import stream

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradaudit.data.source import DataSpec, draw, make_batch
+from gradaudit.data.draw import draw
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import make_batch
 from gradaudit.errors import BadInputError
 from made_data import StubModel, rows_of
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.embedding_rows import words_of
 from gradaudit.leakage.rowspace.growth import AcceptedTokens, Rules
 from gradaudit.leakage.rowspace.past_width import Crowd

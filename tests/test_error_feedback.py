@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradaudit import audit
+from gradaudit.audit import prepare as preparing
+from gradaudit.audit.fitting import simulation_of
+from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
-from gradaudit.client import Client
+from gradaudit.client.client import Client
+from gradaudit.client.error_feedback import after_rounds, earlier_rounds, feedback_round
 from gradaudit.defenses.compression import Sign, TopK
 from gradaudit.defenses.feedback import ErrorFeedback
-from gradaudit.error_feedback import after_rounds, earlier_rounds, feedback_round
 from gradaudit.errors import BadInputError
-from gradaudit.fitting import simulation_of
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
@@ -138,16 +139,16 @@ def case_of(folders: Any, **over: Any) -> Any:
 
 def test_earlier_rounds_are_of_rows_that_are_in_no_audited_batch(folders, monkeypatch):
     drawn: list[tuple[int, ...]] = []
-    original = audit._batch
-    monkeypatch.setattr(audit, "_batch", lambda *given: (drawn.append(tuple(given[3])), original(*given))[1])
-    ready = audit.prepare(case_of(folders, data={"batch_size": 2, "batches": 3}), Path.cwd(), torch.device("cpu"))
+    original = preparing._batch
+    monkeypatch.setattr(preparing, "_batch", lambda *given: (drawn.append(tuple(given[3])), original(*given))[1])
+    ready = prepare(case_of(folders, data={"batch_size": 2, "batches": 3}), Path.cwd(), torch.device("cpu"))
     assert ready.client.held is not None
     assert [len(some) for some in drawn] == [2, 2]
     assert not set(chain(*drawn)) & set(chain(*ready.batches))
 
 
 def test_an_attack_that_learns_does_not_get_what_is_held_back(folders):
-    ready = audit.prepare(case_of(folders), Path.cwd(), torch.device("cpu"))
+    ready = prepare(case_of(folders), Path.cwd(), torch.device("cpu"))
     assert ready.client.held is not None
     assert simulation_of(ready.client, Selection("all")).client.held is None
     for name in ("tag", "lamp", "lti"):

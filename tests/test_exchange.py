@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words
 from gradaudit.leakage.matching.similarity import Likeness

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny_models
-from gradaudit import bundle
-from gradaudit.client import Client
+from gradaudit.bundles import bundle
+from gradaudit.bundles.examine import examine
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.examine import examine
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model, whole_shapes
 from gradaudit.streams import stream

@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from gradaudit.case import parse_case
-from gradaudit.frontier import frontiers
 from gradaudit.record import SCORES, Interval, Record, SentenceMarks, Summary
 from gradaudit.report.frontier_page import frontier_svg, write_frontiers
-from gradaudit.sweep import Point, Result
-from gradaudit.utility import Utility
+from gradaudit.sweeps.frontier import frontiers
+from gradaudit.sweeps.sweep import Point, Result
+from gradaudit.sweeps.utility import Utility
 
 
 def interval(mean: float) -> Interval:

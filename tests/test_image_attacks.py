@@ -13,25 +13,27 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gradaudit import audit
 from gradaudit.attacks.base import Attack
+from gradaudit.audit import run as audit
+from gradaudit.audit.prepare import PreparedImages, prepare
 from gradaudit.case import parse_case
-from gradaudit.client import Client, observation
+from gradaudit.client.client import Client, observation
 from gradaudit.data.images import load_images, public_images
-from gradaudit.data.source import DataSpec
+from gradaudit.data.spec import DataSpec
 from gradaudit.errors import MissingKnowledgeError
-from gradaudit.judge_images import judge_images
+from gradaudit.files import read_lines
+from gradaudit.judge.images import judge_images
 from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
 from gradaudit.leakage.images.matching import ImageMatch, match_for, total_variation
-from gradaudit.learned.kept import learned_in
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel, load_image_model
 from gradaudit.models.spec import ModelSpec
-from gradaudit.record import Record, read_lines
+from gradaudit.record import Record
 from gradaudit.registry import build, known
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Given, ImageBatch, LocalTraining, Observation, PublicImages, Reconstruction
+from gradaudit.workspace import learned_in
 
 pytest.importorskip("sklearn")
 pytest.importorskip("torchmetrics")
@@ -203,8 +205,8 @@ def test_no_chain_of_references_leads_back_to_the_batch(training, digits, public
 def test_a_case_gives_the_attacker_no_audited_image(tmp_path: Path):
     data = {"batches": 4, "batch_size": 3, "shuffle_seed": 5}
     case = {"task": "image-classification", "model": "lenet", "data": data, "attack": {"name": "blind"}}
-    ready = audit.prepare(parse_case(case), tmp_path, torch.device("cpu"))
-    assert isinstance(ready, audit.PreparedImages)
+    ready = prepare(parse_case(case), tmp_path, torch.device("cpu"))
+    assert isinstance(ready, PreparedImages)
     assert ready.public is not None
     hidden = torch.cat([ready.rows.batch(numbers).images for numbers in ready.batches])
     apart = (ready.public.images[:, None] - hidden[None]).abs().flatten(2).amax(2)
@@ -358,7 +360,7 @@ def test_a_run_keeps_pixels_apart_and_its_generator(tmp_path: Path):
         "data": {"batches": 2, "batch_size": 2},
         "attack": {"name": "gigip", **SHORT["gigip"]},
     }
-    ready = audit.prepare(parse_case(case), tmp_path, torch.device("cpu"))
+    ready = prepare(parse_case(case), tmp_path, torch.device("cpu"))
     records = list(audit.run(ready, tmp_path / "out"))
     assert [r.error for r in records] == [None, None]
     assert list(read_lines(tmp_path / "out" / "records.jsonl", Record)) == records
@@ -379,7 +381,7 @@ def test_a_run_keeps_pixels_apart_and_its_generator(tmp_path: Path):
 def test_the_best_of_many_images_is_flagged_and_what_was_matched_is_diagnosed(more, tmp_path: Path, monkeypatch):
     table = {"task": "image-classification", "model": "lenet", "data": {"batches": 1, "batch_size": 2},
              "attack": {"name": "ig"}}  # fmt: skip
-    ready = audit.prepare(parse_case(table), tmp_path, torch.device("cpu"))
+    ready = prepare(parse_case(table), tmp_path, torch.device("cpu"))
     batch = ready.rows.batch(ready.batches[0])
     other = torch.full((more, *batch.images.shape[1:]), torch.nan)
     other[1:] = 0.5

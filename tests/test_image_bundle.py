@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gradaudit
-from gradaudit.bundle import MANIFEST, TENSORS, load_bundle, save_bundle
-from gradaudit.bundle_model import MODEL, WEIGHTS
-from gradaudit.client import Client, observation
+from gradaudit.bundles.bundle import MANIFEST, TENSORS, load_bundle, save_bundle
+from gradaudit.bundles.examine import examine
+from gradaudit.bundles.model import MODEL, WEIGHTS
+from gradaudit.client.client import Client, observation
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.examine import examine
 from gradaudit.models.images import ImageModel, LeNet, ResNet, load_image_model
 from gradaudit.models.spec import ModelSpec
 from gradaudit.registry import build

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributions import MultivariateNormal
 
 from gradaudit.attacks.lti_images import LtiImages
-from gradaudit.client import Client, observation
+from gradaudit.audit.fitting import fit
+from gradaudit.client.client import Client, observation
 from gradaudit.data.images import load_images, public_images
-from gradaudit.data.source import DataSpec
+from gradaudit.data.spec import DataSpec
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.fitting import fit
 from gradaudit.leakage.images.likelihood import ImageEvidence, has_law
 from gradaudit.leakage.images.posterior import likeliest_images
 from gradaudit.learned.images.features import compared, output_layer

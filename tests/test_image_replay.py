@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradaudit.client import Client, observation
+from gradaudit.client.client import Client, observation
 from gradaudit.data.images import load_images, public_images
-from gradaudit.data.source import DataSpec
-from gradaudit.judge_images import judge_images
+from gradaudit.data.spec import DataSpec
+from gradaudit.judge.images import judge_images
 from gradaudit.leakage.images.matching import ImageMatch, ImageObjective
 from gradaudit.leakage.images.replay import ImageReplay, image_objective
 from gradaudit.models.images import ImageModel, load_image_model

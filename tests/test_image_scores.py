@@ -13,19 +13,20 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from gradaudit import audit
+from gradaudit.audit import run as audit
+from gradaudit.audit.prepare import prepare
+from gradaudit.audit.thresholds import parse
 from gradaudit.case import parse_case
-from gradaudit.judge_images import judge_images
+from gradaudit.data.png import png
+from gradaudit.judge.images import judge_images
 from gradaudit.metrics.images import MOST_DB, align_images, farthest, image_scores
 from gradaudit.metrics.summary import interval, summarize
-from gradaudit.png import png
 from gradaudit.record import ImageMarks, Pictures, Record
 from gradaudit.report.render import render
-from gradaudit.report.verdict import verdict
-from gradaudit.report.verdict_images import recovered
-from gradaudit.terminal import summary_tables
-from gradaudit.thresholds import parse
+from gradaudit.report.terminal import summary_tables
 from gradaudit.types import ImageBatch, Reconstruction
+from gradaudit.verdict.images import recovered
+from gradaudit.verdict.run import verdict
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("torchmetrics")
@@ -156,7 +157,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "knowledge": {"labels": True},
         "attack": {"name": "ig", "steps": 5},
     }
-    ready = audit.prepare(parse_case(case), folder, torch.device("cpu"))
+    ready = prepare(parse_case(case), folder, torch.device("cpu"))
     list(audit.run(ready, folder))
     return folder
 

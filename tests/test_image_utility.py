@@ -9,24 +9,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import gradaudit.utility
-from gradaudit.audit_images import prepare_images
+import gradaudit.sweeps.utility
+from gradaudit.audit.prepare import prepare_images
 from gradaudit.case import parse_case
 from gradaudit.cli import app
-from gradaudit.client import Client
+from gradaudit.client.client import Client
+from gradaudit.client.mean_update import mean_update
 from gradaudit.data.images import ImageRows, load_images
-from gradaudit.data.source import DataSpec
-from gradaudit.frontier import PIXELS, frontiers
-from gradaudit.labeled_rows import labeled_rows
-from gradaudit.mean_update import mean_update
+from gradaudit.data.rows import labeled_rows
+from gradaudit.data.spec import DataSpec
 from gradaudit.models.images import load_image_model
 from gradaudit.models.spec import ModelSpec
 from gradaudit.record import ImageMarks, Interval, Record, Summary
 from gradaudit.registry import build
 from gradaudit.streams import stream
-from gradaudit.sweep import Point, Result
+from gradaudit.sweeps.frontier import PIXELS, frontiers
+from gradaudit.sweeps.sweep import Point, Result
+from gradaudit.sweeps.utility import Utility, UtilityTable, utility
 from gradaudit.types import ImageBatch, LocalTraining
-from gradaudit.utility import Utility, UtilityTable, utility
 
 pytest.importorskip("sklearn")
 pytest.importorskip("torchmetrics")
@@ -107,7 +107,7 @@ def test_everything_that_decides_it_is_in_its_name():
     names = set()
     for case in cases:
         ready = prepare_images(parse_case(case), Path.cwd(), CPU)
-        names.add(gradaudit.utility._identity(ready.case, SHORT, ready.model, ready.rows))
+        names.add(gradaudit.sweeps.utility._identity(ready.case, SHORT, ready.model, ready.rows))
     assert len(names) == len(cases)
 
 

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from gradaudit.case import parse_case
-from gradaudit.client import Client
+from gradaudit.client.client import Client
+from gradaudit.data.draw import draw, draw_numbers
 from gradaudit.data.images import ImageRows, load_images, public_images
-from gradaudit.data.source import DataSpec, Rows, draw, draw_numbers
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import Rows
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, load_image_model
 from gradaudit.models.spec import ModelSpec

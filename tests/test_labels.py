@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.labels import analytic_label, single_label
 from gradaudit.types import Given, LocalTraining
 from tiny_models import FAMILIES, batch_of, seen_of, sentences

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradaudit import audit
-from gradaudit.bundle import save_bundle
+from gradaudit.audit import prepare as preparing
+from gradaudit.audit import run as audit
+from gradaudit.audit.prepare import prepare, private_batch
+from gradaudit.bundles.bundle import save_bundle
 from gradaudit.case import parse_case
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import Lora, ModelSpec
@@ -135,20 +137,20 @@ def test_a_case_warms_adapters_up_on_rows_it_does_not_audit(folders, rows, monke
     def watch(model, batches):
         used.extend(text for batch in batches for text in batch.texts)
 
-    monkeypatch.setattr(audit, "warm_up", watch)
-    ready = audit.prepare(parse_case(case(folders, rows, rank=4, warmup=3)), Path.cwd(), torch.device("cpu"))
-    private = {t for n in range(2) for t in audit.private_batch(ready, n).texts}
+    monkeypatch.setattr(preparing, "warm_up", watch)
+    ready = prepare(parse_case(case(folders, rows, rank=4, warmup=3)), Path.cwd(), torch.device("cpu"))
+    private = {t for n in range(2) for t in private_batch(ready, n).texts}
     assert used
     assert not private & set(used)
 
 
 def test_warm_up_trains_adapters_alone_and_gives_signal(folders, rows, tmp_path):
     cpu = torch.device("cpu")
-    ready = audit.prepare(parse_case(case(folders, rows, rank=4, warmup=3)), Path.cwd(), cpu)
-    fresh = audit.prepare(parse_case(case(folders, rows, rank=4)), Path.cwd(), cpu)
+    ready = prepare(parse_case(case(folders, rows, rank=4, warmup=3)), Path.cwd(), cpu)
+    fresh = prepare(parse_case(case(folders, rows, rank=4)), Path.cwd(), cpu)
     changed = {n for n, p in ready.model.parameters().items() if not torch.equal(p, fresh.model.parameters()[n])}
     assert changed == set(ready.model.parameters()) - set(ready.model.untrained())
-    again = audit.prepare(parse_case(case(folders, rows, rank=4, warmup=3)), Path.cwd(), cpu)
+    again = prepare(parse_case(case(folders, rows, rank=4, warmup=3)), Path.cwd(), cpu)
     assert again.model.fingerprint() == ready.model.fingerprint() != fresh.model.fingerprint()
     records = list(audit.run(ready, tmp_path / "warm"))
     assert all(r.scores["exact"] == 100 for r in records)
@@ -160,7 +162,7 @@ def test_warm_up_without_other_rows_is_refused(folders, rows):
     full = case(folders, rows, rank=4, warmup=1)
     full["data"] |= {"batches": 3}
     with pytest.raises(BadInputError, match="rows that are in no audited batch"):
-        audit.prepare(parse_case(full), Path.cwd(), torch.device("cpu"))
+        prepare(parse_case(full), Path.cwd(), torch.device("cpu"))
 
 
 def test_cases_without_adapters_keep_their_ids(folders, rows):

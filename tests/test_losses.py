@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradaudit.case import parse_case
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.labels import analytic_label
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.registry import build

@@ -12,13 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gradaudit import audit
-from gradaudit.client import Client
+from gradaudit.audit.fitted_rows import ROWS
+from gradaudit.audit.fitting import fit, target_of
+from gradaudit.client.client import Client
+from gradaudit.data.text import make_batch
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
-from gradaudit.fitted_rows import ROWS
-from gradaudit.fitting import fit, target_of
+from gradaudit.learned import manifest as disk
+from gradaudit.learned.manifest import refuse_misfit
 from gradaudit.learned.public import Public
-from gradaudit.learned.text import inverter as disk
+from gradaudit.learned.text.inverter import load_inverter, save_inverter
 from gradaudit.learned.text.network import Network, NetworkShape, hits, loss_of
 from gradaudit.learned.training import Recipe, train
 from gradaudit.registry import build
@@ -51,7 +53,7 @@ def fitted(client: Client, folder: Path, size: int = 1, count: int = TEXTS, **fi
 
 def seen_of(client: Client, rows: torch.Tensor, seed: int = 0, selection: str = SEEN) -> Observation:
     ids = rows.view(-1, rows.shape[-1]).tolist()
-    batch = audit.make_batch(client.model, ["made up"] * len(ids), None, ids)
+    batch = make_batch(client.model, ["made up"] * len(ids), None, ids)
     return client.observe(batch, Selection(selection), Given(), stream(seed, "client"))
 
 
@@ -120,15 +122,15 @@ def test_the_loss_takes_the_best_order_and_both_kinds():
 def test_a_fitted_inverter_is_read_again_as_it_was(made):
     client, attack, folder = made
     assert {p.name for p in folder.iterdir()} - {".lock"} == {disk.MANIFEST, disk.WEIGHTS, ROWS}
-    one, other = disk.load_inverter(folder), disk.load_inverter(folder)
+    one, other = load_inverter(folder), load_inverter(folder)
     seen = seen_of(client, texts(client.model, 1, 3).ids[0])
     assert one.sentences(seen) == other.sentences(seen) == attack(seen, stream(0, "attack")).sequences
     about = one.manifest
     assert about.accuracy > 30
     assert about.attack["epochs"] == QUICK["epochs"]
     assert about.target.fingerprint == client.model.fingerprint()
-    disk.save_inverter(folder, one)
-    assert disk.load_inverter(folder).sentences(seen) == one.sentences(seen)
+    save_inverter(folder, one)
+    assert load_inverter(folder).sentences(seen) == one.sentences(seen)
 
 
 def test_an_update_of_anything_else_is_refused_in_a_sentence(load, made):
@@ -159,7 +161,7 @@ def test_an_update_of_anything_else_is_refused_in_a_sentence(load, made):
 
 def test_an_inverter_that_would_take_far_more_memory_than_its_file_is_not_run(made):
     client, _, folder = made
-    inverter = disk.load_inverter(folder)
+    inverter = load_inverter(folder)
     seen = seen_of(client, texts(client.model, 1, 3).ids[0])
     for change, said in (
         ({"length": 60_000}, "more than the model takes"),
@@ -196,7 +198,7 @@ def test_it_is_made_for_the_training_that_the_attacker_is_told_of(load):
     client = Client(load("gpt2", "causal-lm"), LocalTraining("sgd", 0.1, 1, 1), clients=2)
     batch = batch_of(client.model, sentences((4, 4, 4, 4), 1))
     seen = client.observe(batch, Selection("all"), Given(), stream(0, "client"))
-    disk.refuse_misfit(target_of(client, Selection("all"), 4), seen)
+    refuse_misfit(target_of(client, Selection("all"), 4), seen)
 
 
 def damaged(folder: Path, into: Path, change) -> Path:
@@ -224,17 +226,17 @@ def damaged(folder: Path, into: Path, change) -> Path:
 )
 def test_a_damaged_inverter_is_refused_before_it_takes_memory(made, tmp_path, change):
     with pytest.raises(BadInputError) as refusal:
-        disk.load_inverter(damaged(made[2], tmp_path / "damaged", change))
+        load_inverter(damaged(made[2], tmp_path / "damaged", change))
     assert "\n" not in str(refusal.value)
 
 
 def test_files_that_are_no_inverter_are_refused(made, tmp_path):
     with pytest.raises(BadInputError, match="no manifest"):
-        disk.load_inverter(tmp_path)
+        load_inverter(tmp_path)
     folder = damaged(made[2], tmp_path / "cut", lambda t, m: None)
     (folder / disk.WEIGHTS).write_bytes((folder / disk.WEIGHTS).read_bytes()[:-100])
     with pytest.raises(BadInputError, match="truncated"):
-        disk.load_inverter(folder)
+        load_inverter(folder)
 
 
 def test_a_training_that_was_stopped_ends_as_it_would_have(tmp_path, monkeypatch):

@@ -14,24 +14,24 @@ from scipy.stats import ks_2samp
 from typer.testing import CliRunner
 
 from gradaudit.attacks.lti_images import LtiImages
-from gradaudit.bundle import save_bundle
+from gradaudit.audit.fitting import fit
+from gradaudit.bundles.bundle import save_bundle
+from gradaudit.bundles.examine import examine
 from gradaudit.cli import app
-from gradaudit.client import Client, observation
+from gradaudit.client.client import Client, observation
+from gradaudit.client.simulate_images import ImageSimulation
 from gradaudit.data.images import ImageRows, load_images, public_images
-from gradaudit.data.source import DataSpec
+from gradaudit.data.png import png
+from gradaudit.data.spec import DataSpec
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
-from gradaudit.examine import examine
-from gradaudit.fitting import fit
-from gradaudit.judge_images import judge_images
+from gradaudit.judge.images import judge_images
 from gradaudit.learned.images.inverter import load_image_inverter
 from gradaudit.learned.images.kernel import Kernel, distances, fit_kernel
 from gradaudit.learned.images.network import in_slots
 from gradaudit.models.images import ImageModel, load_image_model
 from gradaudit.models.spec import ModelSpec
-from gradaudit.png import png
 from gradaudit.registry import build
 from gradaudit.selection import Selection
-from gradaudit.simulate_images import ImageSimulation
 from gradaudit.streams import stream
 from gradaudit.types import Given, ImageBatch, LocalTraining, Observation, PublicImages
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradaudit import audit
-from gradaudit.client import Client
+from gradaudit.audit.fitting import fit
+from gradaudit.client.client import Client
+from gradaudit.data.text import make_batch
 from gradaudit.errors import BadInputError
-from gradaudit.fitting import fit
+from gradaudit.learned import manifest as disk
 from gradaudit.learned.public import Public
 from gradaudit.learned.ridge import fit_ridge
 from gradaudit.learned.text import features, layered_fit
-from gradaudit.learned.text import inverter as disk
 from gradaudit.learned.text.hashing import Hash
+from gradaudit.learned.text.inverter import load_inverter
 from gradaudit.learned.text.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.text.words import word_vectors
 from gradaudit.registry import build
@@ -46,7 +47,7 @@ def fitted(client: Client, folder: Path, public: Public, selection: str = "all",
 
 
 def seen_of(client: Client, row: list[int], seed: int, selection: str) -> Observation:
-    batch = audit.make_batch(client.model, ["made up"], None, [row])
+    batch = make_batch(client.model, ["made up"], None, [row])
     return client.observe(batch, Selection(selection), Given(), stream(seed, "client"))
 
 
@@ -134,7 +135,7 @@ def test_lengths_are_read_too(load, tmp_path):
 def test_what_is_read_from_disk_reads_the_same(load, tmp_path):
     client = client_of(load("gpt2", "causal-lm"))
     attack = fitted(client, tmp_path, texts(client.model, 200, 1), epochs=2)
-    inverter = disk.load_inverter(tmp_path)
+    inverter = load_inverter(tmp_path)
     seen = seen_of(client, texts(client.model, 1, 3).ids[0].tolist(), 0, "all")
     assert inverter.sentences(seen) == attack(seen, stream(0, "attack")).sequences
     shape = inverter.manifest.network()
@@ -144,12 +145,12 @@ def test_what_is_read_from_disk_reads_the_same(load, tmp_path):
     about = json.loads(path.read_text())
     path.write_text(json.dumps(about | {"width": about["width"] + 1}))
     with pytest.raises(BadInputError, match="does not hold the network"):
-        disk.load_inverter(tmp_path)
+        load_inverter(tmp_path)
     name, first, count = about["apart"]
     for wrong in ([name, 10**9, count], [name, first - 1, count], ["nothing", first, count], [name, first, 10**9]):
         path.write_text(json.dumps(about | {"apart": wrong}))
         with pytest.raises(BadInputError, match=r"keeps entries apart that .* does not have; it is damaged"):
-            disk.load_inverter(tmp_path)
+            load_inverter(tmp_path)
 
 
 def test_a_position_is_read_from_its_own_neighbors_alone():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching import loop as harness
 from gradaudit.leakage.matching.descent import Descent, Schedule, minimize

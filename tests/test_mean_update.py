@@ -9,8 +9,8 @@ import torch
 from scipy.stats import kstest, laplace, norm
 from torch import Tensor
 
-from gradaudit.client import Client
-from gradaudit.mean_update import mean_update
+from gradaudit.client.client import Client
+from gradaudit.client.mean_update import mean_update
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from gradaudit.judge import judge, sentence
+from gradaudit.judge.text import judge, sentence
 from gradaudit.metrics.align import assign
 from gradaudit.metrics.rouge import has_bigram, rouge
 from gradaudit.metrics.summary import interval, summarize

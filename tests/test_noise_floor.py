@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.noise_floor import (
     above_noise,
     clear_cut,

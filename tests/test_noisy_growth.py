@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.joint import joint, joint_residuals
 from gradaudit.leakage.rowspace.noisy_growth import _chosen, _free, _limit, _lost_its_way
 from gradaudit.leakage.rowspace.prefixes import leaf_values

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradaudit.case import parse_case
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError
 from gradaudit.registry import build
 from gradaudit.streams import stream

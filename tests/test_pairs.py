@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
 from gradaudit.leakage.rowspace.deflation import matrices, remainder, sentence_gradient

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradaudit import audit
+from gradaudit.audit import run as audit
+from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.errors import BadInputError
 from gradaudit.metrics.images import align_images
@@ -90,11 +91,11 @@ def test_a_case_names_the_file_and_its_id_changes_with_it(file, tmp_path):
     table = {"task": "image-classification", "model": "lenet", "attack": {"name": "blind"}}
     plain, named = parse_case(table), parse_case(table | {"metrics": {"lpips": file.name}})
     assert plain.content_hash() != named.content_hash()
-    ready = audit.prepare(named, tmp_path, torch.device("cpu"))
+    ready = prepare(named, tmp_path, torch.device("cpu"))
     (record,) = list(audit.run(ready, tmp_path / "out"))
     assert record.scores["lpips"] is None, "digits of 8 x 8 are too small"
     with pytest.raises(BadInputError, match="there is no file nowhere"):
-        audit.prepare(parse_case(table | {"metrics": {"lpips": "nowhere"}}), tmp_path, torch.device("cpu"))
+        prepare(parse_case(table | {"metrics": {"lpips": "nowhere"}}), tmp_path, torch.device("cpu"))
 
 
 def test_text_has_no_such_score():

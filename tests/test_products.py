@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.rowspace.products import Products
 from gradaudit.registry import build

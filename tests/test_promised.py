@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradaudit import audit
 from gradaudit.accounting.check import check, number
 from gradaudit.accounting.claim import parse_claims
 from gradaudit.accounting.promised import promised
+from gradaudit.audit.info import run_info
+from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.registry import build, describe, known
 from made_reports import Markup, make_info, page
@@ -93,7 +94,7 @@ def test_a_run_says_it_and_the_report_prints_it(folders):
         "model": f"random:{folders['bert']}", "attack": {"name": "blind"}, "name": "guarded <b>",
         "defense": [{"name": "dp-sgd", "noise_multiplier": 4.0, "poisson": False}],
     })  # fmt: skip
-    info = audit.run_info(audit.prepare(case, Path.cwd(), torch.device("cpu")))
+    info = run_info(prepare(case, Path.cwd(), torch.device("cpu")))
     assert list(info.promises) == ["guarded <b>"]
     shown = Markup(page(info=make_info(promises=info.promises)))
     assert not shown.open

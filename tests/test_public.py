@@ -12,18 +12,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradaudit import audit
-from gradaudit import estimate as estimating
+from gradaudit.audit import estimate as estimating
+from gradaudit.audit.fitting import INVERTERS
+from gradaudit.audit.prepare import Prepared, pick_device, prepare, private_batch
 from gradaudit.case import Case, parse_case
 from gradaudit.cli import app
+from gradaudit.client.simulate_text import ClientSimulation
 from gradaudit.data.frequencies import drawn_texts
 from gradaudit.data.windows import apart, windows
 from gradaudit.errors import BadInputError
-from gradaudit.fitting import INVERTERS
+from gradaudit.files import read_lines
 from gradaudit.learned import training
 from gradaudit.learned.manifest import MANIFEST
 from gradaudit.learned.public import Public
-from gradaudit.record import Record, read_lines
+from gradaudit.record import Record
 from gradaudit.registry import build
 from made_data import rows_of
 from tiny_models import MADE_UP, sentences
@@ -45,8 +47,8 @@ def case(folders, **more) -> Case:
     } | more)  # fmt: skip
 
 
-def prepared(folders, files: Path, **more) -> audit.Prepared:
-    return audit.prepare(case(folders, **more), files, audit.pick_device("cpu"))
+def prepared(folders, files: Path, **more) -> Prepared:
+    return prepare(case(folders, **more), files, pick_device("cpu"))
 
 
 def test_windows_are_the_rows_tokens_in_their_order(load):
@@ -95,7 +97,7 @@ def test_the_case_s_public_text_is_apart_and_drawn_as_asked(folders, files):
     (files / "public.txt").write_text((files / "public.txt").read_text() + "\n" + (files / "private.txt").read_text())
     ready = prepared(folders, files)
     assert ready.public is not None
-    private = {tuple(row) for n in range(2) for row in audit.private_batch(ready, n).sequences()}
+    private = {tuple(row) for n in range(2) for row in private_batch(ready, n).sequences()}
     public = {tuple(row.tolist()) for row in ready.public.ids}
     assert len(private) == 2
     assert not private & public
@@ -221,10 +223,10 @@ def test_an_attacker_without_text_draws_words_by_their_frequency(folders, files)
 
 def test_words_get_labels_by_chance_where_a_model_needs_some(folders, files):
     pytest.importorskip("wordfreq")
-    ready = audit.prepare(
+    ready = prepare(
         parse_case({"model": f"random:{folders['bert']}", "public": {"source": "words", "rows": 400}, "attack": LTI}),
         files,
-        audit.pick_device("cpu"),
+        pick_device("cpu"),
     )
     assert ready.public is not None
     assert isinstance(ready.public, Public)
@@ -242,13 +244,13 @@ def test_public_classes_are_the_private_ones_by_their_names(folders, files):
         "model": f"random:{folders['bert']}", "attack": LTI, "data": {"path": "private.tsv", "label": "label"},
         "public": {"path": "public.tsv", "label": "label"},
     }  # fmt: skip
-    ready = audit.prepare(parse_case(table), files, audit.pick_device("cpu"))
+    ready = prepare(parse_case(table), files, pick_device("cpu"))
     assert isinstance(ready.public, Public)
     assert ready.public.labels is not None
     assert sorted(ready.public.labels.tolist()) == [1, 1, 1, 2, 2, 2], "c is 2 and b is 1, as in the private file"
     (files / "public.tsv").write_text("\n".join(["text\tlabel", *public, "one more\td"]) + "\n")
     with pytest.raises(BadInputError, match=r"\[public\] has a class 'd'"):
-        audit.prepare(parse_case(table), files, audit.pick_device("cpu"))
+        prepare(parse_case(table), files, pick_device("cpu"))
 
 
 def test_words_are_nobodys_data_and_no_images(folders, files, monkeypatch):
@@ -258,7 +260,7 @@ def test_words_are_nobodys_data_and_no_images(folders, files, monkeypatch):
         prepared(folders, files, public={"source": "words", "language": "tlh"})
     images = {"task": "image-classification", "model": "lenet", "attack": {"name": "ig"}, "public": {"source": "words"}}
     with pytest.raises(BadInputError, match="words are no images"):
-        audit.prepare(parse_case(images), files, audit.pick_device("cpu"))
+        prepare(parse_case(images), files, pick_device("cpu"))
     monkeypatch.setitem(sys.modules, "wordfreq", None)
     with pytest.raises(BadInputError, match=r"pip install 'gradaudit\[words\]'"):
         prepared(folders, files, public={"source": "words"})
@@ -276,7 +278,7 @@ def test_ids_of_cases_with_public_text_are_what_they_were(folders):
 def test_check_foresees_what_is_simulated(folders, files, monkeypatch, fields, passes):
     simulated = []
 
-    class Counted(estimating.ClientSimulation):
+    class Counted(ClientSimulation):
         def __call__(self, ids, mask, labels, rng):
             simulated.append(len(ids))
             return super().__call__(ids, mask, labels, rng)
@@ -301,7 +303,7 @@ def test_check_foresees_replayed_steps(folders, files, monkeypatch):
         attack = {"name": "tag", "steps": 10, "learning_rate": 0.1}
         table = case(folders, attack=attack, client={"freeze": ["word"]} | client).resolved()
         table.pop("public")
-        return estimating.estimate(audit.prepare(parse_case(table), files, audit.pick_device("cpu"))).seconds
+        return estimating.estimate(prepare(parse_case(table), files, pick_device("cpu"))).seconds
 
     attacked = seconds() / 2 - 4
     assert attacked > 0

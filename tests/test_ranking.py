@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradaudit.client import Client
-from gradaudit.data.source import SAMPLE, DataSpec, load_rows, make_batch
+from gradaudit.client.client import Client
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance, likeliest_words, rank_words, shrunk
 from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.spec import ModelSpec

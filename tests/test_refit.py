@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.matching.candidates import Candidates
 from gradaudit.leakage.matching.distances import L2
 from gradaudit.leakage.matching.layout import layout

@@ -9,7 +9,7 @@ import torch
 
 from gradaudit.attacks.grab import Grab
 from gradaudit.attacks.tag import Tag
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching.distances import L2, Cosine, SquaredL2
 from gradaudit.leakage.matching.masks import Masks

@@ -60,7 +60,7 @@ def test_a_failed_write_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(BadInputError, match="No space left on device"):
         render(folder)
     assert (folder / "report.html").read_text() == "old"
-    assert not list(folder.glob(".report-*"))
+    assert not list(folder.glob(".new-*"))
 
 
 @pytest.mark.usefixtures("summaries_here")

@@ -10,14 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import gradaudit.examine
-from gradaudit import bundle
+import gradaudit.bundles.examine
+from gradaudit.bundles import bundle
+from gradaudit.bundles.examine import Examination, examine
+from gradaudit.bundles.rounds import examine_rounds, joined
 from gradaudit.cli import app
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError
-from gradaudit.examine import Examination, examine
 from gradaudit.registry import build
-from gradaudit.rounds import examine_rounds, joined
 from gradaudit.streams import stream
 from gradaudit.types import Given, Knowledge
 from tiny_models import batch_of, seen_of, sentences
@@ -163,14 +163,14 @@ def test_what_was_read_before_a_stop_is_kept():
 
 def test_the_command_prints_what_was_read_before_a_stop_and_is_inconclusive(two_rounds, monkeypatch):
     texts, folders = two_rounds
-    real = gradaudit.examine.examine
+    real = gradaudit.bundles.examine.examine
 
     def stopped(folder: Path, *rest, **more) -> Examination:
         if folder == folders[1]:
             raise KeyboardInterrupt
         return real(folder, *rest, **more)
 
-    monkeypatch.setattr(gradaudit.examine, "examine", stopped)
+    monkeypatch.setattr(gradaudit.bundles.examine, "examine", stopped)
     told = RUN.invoke(app, ["attack", *map(str, folders)])
     assert told.exit_code == 3
     assert texts[0] in told.stdout

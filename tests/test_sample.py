@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gradaudit.data.draw import draw
 from gradaudit.data.sensitive import spans
-from gradaudit.data.source import SAMPLE, DataSpec, draw, load_rows
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import SAMPLE, load_rows
 
 SENTENCES = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
 

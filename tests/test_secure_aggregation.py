@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.defenses.dpsgd import DPSGD
 from gradaudit.defenses.noise import Gaussian
 from gradaudit.errors import BadInputError

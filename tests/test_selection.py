@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError
 from gradaudit.selection import Selection
 from tiny_models import DEPTH, FAMILIES, WIDTH, batch_of, seen_of, sentences

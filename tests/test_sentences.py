@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradaudit.client import Client
-from gradaudit.data.source import make_batch
+from gradaudit.client.client import Client
+from gradaudit.data.text import make_batch
 from gradaudit.leakage.decoding import sentences
 from gradaudit.leakage.decoding.rows import INSIDE, MaskedInputs, Row, Search, find_rows
 from gradaudit.leakage.decoding.sentences import DecodedRows, Signals, certificate

@@ -6,13 +6,13 @@ import pytest
 import torch
 from scipy import stats
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
+from gradaudit.client.simulate_text import ClientSimulation, _batch
 from gradaudit.learned.public import Public
 from gradaudit.learned.text.features import Hashed, hashed, noised, sizes_of
 from gradaudit.learned.text.hashing import Hash
 from gradaudit.registry import build, known
 from gradaudit.selection import Selection
-from gradaudit.simulate import ClientSimulation, _batch
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining
 from tiny_models import SETTINGS, batch_of, sentences

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.subspace import (
     Candidates,
     Span,

@@ -8,9 +8,9 @@ from statistics import mean, pstdev
 import pytest
 import torch
 
-from gradaudit.client import Client
+from gradaudit.client.client import Client
 from gradaudit.errors import AuditError
-from gradaudit.judge import judge
+from gradaudit.judge.text import judge
 from gradaudit.registry import build, known
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction

@@ -15,13 +15,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import gradaudit.sweep
+import gradaudit.sweeps.sweep
 import tiny_models
-from gradaudit import audit
+from gradaudit.audit import prepare as preparing
+from gradaudit.audit import run as audit
+from gradaudit.audit.batch import audit_batch
 from gradaudit.case import load_case
 from gradaudit.cli import app
 from gradaudit.errors import BadInputError
-from gradaudit.sweep import TABLE, load_sweep, run_sweep
+from gradaudit.models.zoo import load_model
+from gradaudit.sweeps.sweep import TABLE, load_sweep, run_sweep
 
 CPU = torch.device("cpu")
 RUN = CliRunner()
@@ -86,7 +89,7 @@ def test_points_are_run_scored_and_written_and_a_second_run_attacks_nothing(swee
 
 
 def test_a_stop_loses_nothing_that_was_finished(sweep: Path, tmp_path: Path, monkeypatch):
-    out, real, calls = tmp_path / "out", audit.audit_batch, []
+    out, real, calls = tmp_path / "out", audit_batch, []
 
     def stopped(ready, index):
         if len(calls) == 3:
@@ -123,11 +126,11 @@ def test_a_point_that_cannot_be_run_does_not_stop_the_others(sweep: Path, tmp_pa
 
 def test_data_is_read_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):
     read: list[str | None] = []
-    original = gradaudit.sweep.load_rows
+    original = gradaudit.sweeps.sweep.load_rows
     monkeypatch.setattr(
-        gradaudit.sweep, "load_rows", lambda spec, base: (read.append(spec.path), original(spec, base))[1]
+        gradaudit.sweeps.sweep, "load_rows", lambda spec, base: (read.append(spec.path), original(spec, base))[1]
     )
-    monkeypatch.setattr(audit, "load_rows", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(preparing, "load_rows", lambda *_: pytest.fail("read again"))
     points = load_sweep(sweep)
     results = list(run_sweep(points, sweep.parent, tmp_path / "out", CPU))
     assert len(results) == len(points.points) > 1
@@ -137,8 +140,8 @@ def test_data_is_read_once_for_points_that_share_it(sweep: Path, tmp_path: Path,
 
 def test_the_model_is_loaded_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):
     loads: list[str] = []
-    real = audit.load_model
-    monkeypatch.setattr(audit, "load_model", lambda spec, device: loads.append(spec.name) or real(spec, device))
+    real = load_model
+    monkeypatch.setattr(preparing, "load_model", lambda spec, device: loads.append(spec.name) or real(spec, device))
     list(run_sweep(load_sweep(sweep), tmp_path, tmp_path / "out", CPU))
     assert len(loads) == 1
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gradaudit.attacks.decode import Decode
-from gradaudit.client import Client
-from gradaudit.data.source import make_batch
+from gradaudit.client.client import Client
+from gradaudit.data.text import make_batch
 from gradaudit.leakage.decoding.order import judged
 from gradaudit.leakage.decoding.several import place_words, take_off
 from gradaudit.leakage.rowspace.deflation import matrices, sentence_gradient

@@ -11,19 +11,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import gradaudit.labeled_rows
-import gradaudit.utility
-from gradaudit import audit
+import gradaudit.data.text
+import gradaudit.sweeps.utility
 from gradaudit.accounting.epsilon import gaussian_epsilon, sampled_epsilons
+from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.cli import app
-from gradaudit.client import Client
-from gradaudit.data.source import draw
+from gradaudit.client.client import Client
+from gradaudit.data.draw import draw
+from gradaudit.data.rows import labeled_rows
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.labeled_rows import labeled_rows
 from gradaudit.models.state import fingerprint_of
-from gradaudit.sweep import load_sweep, run_sweep
-from gradaudit.utility import Utility, UtilityTable, kept_utility, utility
+from gradaudit.sweeps.sweep import load_sweep, run_sweep
+from gradaudit.sweeps.utility import Utility, UtilityTable, kept_utility, utility
 
 CPU = torch.device("cpu")
 SHORT = UtilityTable(steps=80, batch_size=8, learning_rate=3e-3, test_rows=60)
@@ -58,7 +58,7 @@ def given(folders: Any, rows: Path, how: UtilityTable = SHORT, **over: Any) -> t
         "data": {"path": str(rows), "label": "label"},
         "attack": {"name": "blind"},
     }
-    ready = audit.prepare(parse_case(data | over), Path.cwd(), CPU)
+    ready = prepare(parse_case(data | over), Path.cwd(), CPU)
     return ready.case, how, ready.model, ready.rows
 
 
@@ -77,14 +77,14 @@ def test_a_task_is_learned_and_noise_costs_it(folders, rows):
 def test_adapters_are_trained_in_place_of_the_model(folders, rows, monkeypatch):
     pytest.importorskip("peft")
     sent: list[set[str]] = []
-    original = gradaudit.utility.mean_update
+    original = gradaudit.sweeps.utility.mean_update
 
     def seen(client: Any, *given: Any) -> Any:
         update = original(client, *given)
         sent.append({n for n in update.tensors if "lora_" not in n})
         return update
 
-    monkeypatch.setattr(gradaudit.utility, "mean_update", seen)
+    monkeypatch.setattr(gradaudit.sweeps.utility, "mean_update", seen)
     how = SHORT.model_copy(update={"learning_rate": 1e-2})
     tuned = measured(folders, rows, how, lora={"rank": 8, "modules": "all-linear"})
     assert tuned.before < 75
@@ -96,23 +96,23 @@ def test_adapters_are_trained_in_place_of_the_model(folders, rows, monkeypatch):
 def test_rows_that_adapters_were_warmed_up_on_are_neither_trained_nor_tested_on(folders, rows):
     pytest.importorskip("peft")
     case, how, model, data = given(folders, rows, lora={"rank": 2, "modules": "all-linear", "warmup": 5})
-    used = gradaudit.utility._seen_before(case, data)
+    used = gradaudit.sweeps.utility._seen_before(case, data)
     assert len(used) == 40
     assert not used & {number for batch in draw(case.data, data) for number in batch}
-    train, test = gradaudit.utility._split(case, how, labeled_rows(model, data), used)
+    train, test = gradaudit.sweeps.utility._split(case, how, labeled_rows(model, data), used)
     assert not used & {*train, *test}
     assert len(train) == 240 - 40 - 60
 
 
 def test_each_round_begins_with_what_the_last_one_held_back(folders, rows, monkeypatch):
     before: list[Any] = []
-    original = gradaudit.utility.feedback_round
+    original = gradaudit.sweeps.utility.feedback_round
 
     def seen(client: Any, batch: Any, clients: int, held: Any, rng: Any) -> Any:
         before.append(held)
         return original(client, batch, clients, held, rng)
 
-    monkeypatch.setattr(gradaudit.utility, "feedback_round", seen)
+    monkeypatch.setattr(gradaudit.sweeps.utility, "feedback_round", seen)
     all_sent = measured(folders, rows, defense=[{"name": "error-feedback"}, {"name": "topk", "keep": 1.0}])
     assert all_sent.accuracy > 90
     assert len(before) == SHORT.steps
@@ -151,9 +151,9 @@ def test_what_is_tested_on_is_never_trained_on_and_every_row_is_one_or_the_other
         Client, "update", lambda self, batch, *a, **k: trained.update(batch.texts) or real(self, batch, *a, **k)
     )
     tested: list[set[str]] = []
-    said = gradaudit.labeled_rows._Sentences.said
+    said = gradaudit.data.text._Sentences.said
     monkeypatch.setattr(
-        gradaudit.labeled_rows._Sentences,
+        gradaudit.data.text._Sentences,
         "said",
         lambda self, chosen: tested.append({self.rows.texts[i] for i in chosen}) or said(self, chosen),
     )
@@ -192,7 +192,7 @@ def test_it_is_measured_once_and_again_where_the_file_was_cut(folders, rows, tmp
     asked = given(folders, rows, UtilityTable(steps=2, batch_size=4, test_rows=60))
     first = kept_utility(tmp_path / "kept", *asked)
     (path,) = (tmp_path / "kept").iterdir()
-    monkeypatch.setattr(gradaudit.utility, "utility", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(gradaudit.sweeps.utility, "utility", lambda *_: pytest.fail("measured again"))
     assert kept_utility(tmp_path / "kept", *asked) == first
     monkeypatch.undo()
     path.write_text(path.read_text()[:20])
@@ -220,8 +220,8 @@ def test_a_sweep_measures_each_client_once_and_writes_what_it_costs(folders, row
         '[axes]\nattack = [{name = "blind"}, {name = "dager"}]\ndefense = [[], [{name = "dp-sgd"}]]\n'
     )
     calls = []
-    real = gradaudit.utility.utility
-    monkeypatch.setattr(gradaudit.utility, "utility", lambda *a: calls.append(1) or real(*a))
+    real = gradaudit.sweeps.utility.utility
+    monkeypatch.setattr(gradaudit.sweeps.utility, "utility", lambda *a: calls.append(1) or real(*a))
     results = list(run_sweep(load_sweep(path), tmp_path, tmp_path / "out", CPU))
     assert len(calls) == 2
     assert [r.utility.epsilon is None for r in results if r.utility] == [True, False, True]
@@ -266,7 +266,7 @@ def test_rows_that_are_parts_of_tested_rows_are_not_trained_on(folders, rows):
     parts = [f"{' '.join(text.split()[1:])},{label}" for text, label in body]
     rows.write_text("\n".join([*lines, *parts, "The " + lines[1]]) + "\n")
     case, how, model, data = given(folders, rows)
-    train, test = gradaudit.utility._split(case, how, labeled_rows(model, data), frozenset())
+    train, test = gradaudit.sweeps.utility._split(case, how, labeled_rows(model, data), frozenset())
     assert len(test) == 60
     for one in train:
         for other in test:
@@ -278,9 +278,9 @@ def test_rows_that_are_parts_of_tested_rows_are_not_trained_on(folders, rows):
 
 def test_what_is_trained_with_is_of_the_size_that_is_attacked(folders, rows, monkeypatch):
     made: list[tuple[int, int]] = []
-    real = gradaudit.utility.mean_update
+    real = gradaudit.sweeps.utility.mean_update
     monkeypatch.setattr(
-        gradaudit.utility, "mean_update", lambda c, b, n, r: made.append((n, len(b.ids))) or real(c, b, n, r)
+        gradaudit.sweeps.utility, "mean_update", lambda c, b, n, r: made.append((n, len(b.ids))) or real(c, b, n, r)
     )
     how = UtilityTable(steps=1, batch_size=8, test_rows=60)
     for size in (1, 2, 3, 16):
@@ -350,8 +350,10 @@ def test_everything_that_decides_it_is_in_its_name(folders, rows, tmp_path):
     rows.write_text(rows.read_text() + "one more,1\n")
     others.append(given(folders, rows))
     same = given(folders, rows, data={"path": str(rows), "label": "label", "batch_size": 2})
-    assert gradaudit.utility._identity(*same) == gradaudit.utility._identity(*others[-1]), "a round's mean is the same"
-    names = {gradaudit.utility._identity(*one) for one in (base, *others)}
+    assert gradaudit.sweeps.utility._identity(*same) == gradaudit.sweeps.utility._identity(*others[-1]), (
+        "a round's mean is the same"
+    )
+    names = {gradaudit.sweeps.utility._identity(*one) for one in (base, *others)}
     assert len(names) == 1 + len(others)
 
 
@@ -373,7 +375,7 @@ def test_f1_is_of_class_1(folders, rows):
     rows.write_text(
         "\n".join([lines[0], *(line for line in lines[1:] if line.endswith(",0") or "maria" in line)]) + "\n"
     )
-    data = audit.prepare(
+    data = prepare(
         parse_case(
             {
                 "model": f"random:{folders['bert']}",
@@ -391,7 +393,7 @@ def test_f1_is_of_class_1(folders, rows):
                 if name.endswith("bias"):
                     p[0] = 1.0
     rows_of = labeled_rows(data.model, data.rows)
-    found = gradaudit.utility._scores(rows_of, list(range(len(rows_of))), 2)
+    found = gradaudit.sweeps.utility._scores(rows_of, list(range(len(rows_of))), 2)
     assert found["accuracy"] > 80
     assert found["f1"] == 0.0
     assert found["mcc"] == 0.0

@@ -13,7 +13,7 @@ from gradaudit.record import (
     Spectrum,
 )
 from gradaudit.report.spectrum import spectrum_svg
-from gradaudit.report.verdict import verdict, verdicts
+from gradaudit.verdict.run import verdict, verdicts
 from made_reports import (
     make_marks,
     make_record,

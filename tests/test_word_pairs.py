@@ -10,13 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gradaudit.client import Client
-from gradaudit.data.source import make_batch
+from gradaudit.audit.fitting import fit
+from gradaudit.client.client import Client
+from gradaudit.data.text import make_batch
 from gradaudit.errors import BadInputError
-from gradaudit.fitting import fit
+from gradaudit.learned import manifest as disk
+from gradaudit.learned.manifest import digest_of_inverter
 from gradaudit.learned.public import Public
-from gradaudit.learned.text import inverter as disk
 from gradaudit.learned.text import word_pairs
+from gradaudit.learned.text.inverter import Inverter, load_inverter, save_inverter
 from gradaudit.learned.text.word_pairs import PAIRS, count_pairs, weigh
 from gradaudit.registry import build
 from gradaudit.selection import Selection
@@ -113,10 +115,10 @@ def made(load, tmp_path_factory, request):
 
 def test_text_that_goes_on_as_public_text_does_is_read_better(made):
     client, _, folder, rows = made
-    whole = disk.load_inverter(folder)
+    whole = load_inverter(folder)
     assert whole.manifest.pairs_weight > 0
 
-    def right(inverter: disk.Inverter, other: int = 0) -> float:
+    def right(inverter: Inverter, other: int = 0) -> float:
         found = []
         for n, row in enumerate(rows):
             batch = make_batch(client.model, ["made up"], None, [row.tolist()])
@@ -124,9 +126,9 @@ def test_text_that_goes_on_as_public_text_does_is_read_better(made):
         return float((torch.tensor(found) == rows.roll(other, 0)).float().mean())
 
     assert float(whole.pairs.counts.sum()) == 380 * (LENGTH - 1), "what is held out is not counted"
-    without = disk.Inverter(whole.manifest, whole.network, whole.scaling)
+    without = Inverter(whole.manifest, whole.network, whole.scaling)
     assert right(whole) > right(without) + 0.05
-    silent = disk.Inverter(
+    silent = Inverter(
         whole.manifest.model_copy(update={"pairs_weight": 0.0}), whole.network, whole.scaling, whole.pairs
     )
     assert right(silent) == right(without)
@@ -138,19 +140,19 @@ def test_pairs_that_weigh_nothing_are_not_kept(made, tmp_path, monkeypatch):
     monkeypatch.setattr(word_pairs, "WEIGHTS", (0.0,))
     public = Public(rows, torch.ones_like(rows, dtype=torch.bool), None, "made up")
     fit(replace(attack, inverter="", epochs=1), client, Selection("all"), public, 1, 0, tmp_path)
-    assert disk.load_inverter(tmp_path).pairs is None
+    assert load_inverter(tmp_path).pairs is None
     assert not (tmp_path / PAIRS).exists()
 
 
 def test_pairs_are_read_again_as_they_were_and_damaged_ones_are_refused(made, tmp_path):
     _, _, folder, _ = made
-    whole = disk.load_inverter(folder)
-    disk.save_inverter(tmp_path / "again", whole)
-    again = disk.load_inverter(tmp_path / "again")
+    whole = load_inverter(folder)
+    save_inverter(tmp_path / "again", whole)
+    again = load_inverter(tmp_path / "again")
     assert torch.equal(again.pairs.keys, whole.pairs.keys)
     assert torch.equal(again.pairs.counts, whole.pairs.counts)
-    digest = disk.digest_of_inverter(tmp_path / "again")
-    assert digest == disk.digest_of_inverter(folder)
+    digest = digest_of_inverter(tmp_path / "again")
+    assert digest == digest_of_inverter(folder)
     path, tensors = tmp_path / "again" / PAIRS, load_file(tmp_path / "again" / PAIRS)
     for change, said in (
         ({"keys": tensors["keys"].flip(0)}, "no text has"),
@@ -161,15 +163,15 @@ def test_pairs_are_read_again_as_they_were_and_damaged_ones_are_refused(made, tm
         ({"keys": tensors["keys"].int()}, "does not hold"),
     ):
         save_file(tensors | change, path)
-        assert disk.digest_of_inverter(tmp_path / "again") != digest, "a run does not go on with another inverter"
+        assert digest_of_inverter(tmp_path / "again") != digest, "a run does not go on with another inverter"
         with pytest.raises(BadInputError, match=said):
-            disk.load_inverter(tmp_path / "again")
+            load_inverter(tmp_path / "again")
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(BadInputError, match="truncated"):
-        disk.load_inverter(tmp_path / "again")
+        load_inverter(tmp_path / "again")
     path.unlink()
     with pytest.raises(BadInputError, match="missing"):
-        disk.load_inverter(tmp_path / "again")
+        load_inverter(tmp_path / "again")
     manifest = tmp_path / "again" / disk.MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"pairs": 0}))
-    assert disk.load_inverter(tmp_path / "again").pairs is None
+    assert load_inverter(tmp_path / "again").pairs is None

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from gradaudit.client import Client
-from gradaudit.data.source import make_batch
+from gradaudit.client.client import Client
+from gradaudit.data.text import make_batch
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model

@@ -6,13 +6,13 @@ __version__ = "0.1.0"
 __all__ = ["capture"]
 
 if TYPE_CHECKING:
-    from gradaudit.capture_step import capture
+    from gradaudit.bundles.capture import capture
 
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: only when capture is really used
     if name == "capture":
-        from gradaudit.capture_step import capture
+        from gradaudit.bundles.capture import capture
 
         return capture
     raise AttributeError(f"module 'gradaudit' has no attribute '{name}'")

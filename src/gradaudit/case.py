@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gradaudit.data.source import DataSpec, PublicSpec
+from gradaudit.data.spec import DataSpec, PublicSpec
 from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.metrics.text import PUBLISHED

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gradaudit import __version__
+from gradaudit.audit.prepare import pick_device, prepare
 from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
 
 app = typer.Typer(
@@ -54,12 +55,12 @@ def demo(
     if vision:
         _demo_of_images(folder, device)
         return
-    from gradaudit.audit import pick_device
+    from gradaudit.audit.prepare import pick_device
     from gradaudit.demo import run_demo
+    from gradaudit.machine import ready_process
     from gradaudit.metrics.summary import summarize
-    from gradaudit.process import ready_process
     from gradaudit.report.render import render
-    from gradaudit.terminal import compared, legend, progress_bars, summary_tables
+    from gradaudit.report.terminal import compared, legend, progress_bars, summary_tables
 
     ready_process()
     place = pick_device(device)
@@ -86,17 +87,18 @@ def demo(
 
 
 def _demo_of_images(folder: Path, device: str) -> None:
-    from gradaudit.audit import pick_device
-    from gradaudit.demo_images import IMAGES, run_image_demo
+    from gradaudit.audit.prepare import pick_device
+    from gradaudit.demo import IMAGE_COUNT, run_image_demo
+    from gradaudit.machine import ready_process
     from gradaudit.metrics.summary import summarize
-    from gradaudit.process import ready_process
     from gradaudit.report.render import render
-    from gradaudit.terminal import progress_bars, summary_tables
+    from gradaudit.report.terminal import progress_bars, summary_tables
 
     ready_process()
     place = pick_device(device)
     err.print(
-        f"[bold]gradaudit demo --vision[/bold]: LeNet (random weights) takes one step on a handwritten digit, {IMAGES} "
+        f"[bold]gradaudit demo --vision[/bold]: LeNet (random weights) takes one step on a handwritten digit, "
+        f"{IMAGE_COUNT} "
         "times. The server that gets the update tries to see the digit.\n"
     )
     with progress_bars(err):
@@ -125,15 +127,15 @@ def run(
     fail_on: Annotated[list[str], typer.Option(metavar="SCORE>VALUE", help="Exit 1 when a mean score crosses.")] = [],  # noqa: B006
 ) -> None:
     """Run a case: attack every batch, judge it, write records and a report. Run again to go on after a stop."""
-    from gradaudit import audit
+    from gradaudit.audit import run as audit
+    from gradaudit.audit.thresholds import check_scores, parse
     from gradaudit.case import load_case
     from gradaudit.leakage.matching.compiled import compiling
+    from gradaudit.machine import ready_process
     from gradaudit.metrics.summary import summarize
-    from gradaudit.process import ready_process
     from gradaudit.progress import step
     from gradaudit.report.render import render
-    from gradaudit.terminal import progress_bars, summary_tables
-    from gradaudit.thresholds import check_scores, parse
+    from gradaudit.report.terminal import progress_bars, summary_tables
 
     limits = parse(fail_on)
     case = load_case(case_file, set_)
@@ -141,11 +143,11 @@ def run(
     # by its hash, so that another setting does not meet this one's records
     folder = folder or Path("out") / f"{case_file.stem}-{case.content_hash()[:8]}"
     ready_process()
-    place = audit.pick_device(device)
+    place = pick_device(device)
     records = []
     try:
         with progress_bars(err, quiet=as_json), compiling(compile_):
-            ready = audit.prepare(case, case_file.resolve().parent, place)
+            ready = prepare(case, case_file.resolve().parent, place)
             for record in audit.run(ready, folder):
                 records.append(record)
                 step("batches", len(records), len(ready.batches))
@@ -198,13 +200,13 @@ def attack(
     as_json: Json = False,
 ) -> None:
     """Attack update bundles that you are entitled to examine; no truth is needed."""
-    from gradaudit.audit import pick_device
-    from gradaudit.examine import Examination, examine
+    from gradaudit.audit.prepare import pick_device
+    from gradaudit.bundles.examine import Examination, examine
+    from gradaudit.bundles.rounds import examine_rounds, save_rounds
+    from gradaudit.data.png import room_for_pictures
     from gradaudit.leakage.matching.compiled import compiling
-    from gradaudit.png import room_for_pictures
-    from gradaudit.process import ready_process
-    from gradaudit.rounds import examine_rounds, save_rounds
-    from gradaudit.terminal import print_examination, print_rounds, progress_bars
+    from gradaudit.machine import ready_process
+    from gradaudit.report.terminal import print_examination, print_rounds, progress_bars
 
     ready_process()
     place = pick_device(device)
@@ -246,18 +248,17 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Fit the attack of a case to its client, on [public] text alone. Run again to go on after a stop."""
-    from gradaudit import audit
+    from gradaudit.audit.fitting import fit_case
     from gradaudit.case import load_case
-    from gradaudit.fitting import fit_case
-    from gradaudit.process import ready_process
-    from gradaudit.terminal import progress_bars
+    from gradaudit.machine import ready_process
+    from gradaudit.report.terminal import progress_bars
 
     case = load_case(case_file, set_)
     ready_process()
-    place = audit.pick_device(device)
+    place = pick_device(device)
     try:
         with progress_bars(err, quiet=as_json):
-            ready = audit.prepare(case, case_file.resolve().parent, place)
+            ready = prepare(case, case_file.resolve().parent, place)
             found = fit_case(ready.attack, ready.client, ready.selection, ready.public, case, folder)
     except KeyboardInterrupt:
         err.print(f"interrupted; what was learned so far is kept in {folder}, run the same command again to go on")
@@ -340,10 +341,10 @@ def check(
     """Validate a case, print it with every default, and estimate its time and memory."""
     from dataclasses import asdict
 
-    from gradaudit.audit import pick_device, prepare
+    from gradaudit.audit.estimate import estimate
+    from gradaudit.audit.prepare import pick_device, prepare
     from gradaudit.case import load_case
-    from gradaudit.estimate import estimate
-    from gradaudit.process import ready_process
+    from gradaudit.machine import ready_process
 
     case = load_case(case_file, set_)
     ready_process()
@@ -382,13 +383,13 @@ def sweep(
     """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
     from dataclasses import asdict
 
-    from gradaudit.audit import pick_device
-    from gradaudit.frontier import frontiers
+    from gradaudit.audit.prepare import pick_device
     from gradaudit.leakage.matching.compiled import compiling
-    from gradaudit.process import ready_process
+    from gradaudit.machine import ready_process
     from gradaudit.report.frontier_page import write_frontiers
-    from gradaudit.sweep import TABLE, load_sweep, run_sweep
-    from gradaudit.terminal import progress_bars, sweep_table
+    from gradaudit.report.terminal import progress_bars, sweep_table
+    from gradaudit.sweeps.frontier import frontiers
+    from gradaudit.sweeps.sweep import TABLE, load_sweep, run_sweep
 
     asked = load_sweep(sweep_file, set_)
     folder = folder or Path("out") / sweep_file.stem
@@ -442,7 +443,7 @@ def claims(
     """Say which epsilon a declared privacy mechanism really supports, and for whose data (no attack is run)."""
     from gradaudit.accounting.check import check as check_claim
     from gradaudit.accounting.claim import load_claims
-    from gradaudit.terminal import print_findings
+    from gradaudit.report.terminal import print_findings
 
     findings = [check_claim(claim) for claim in load_claims(claims_file)]
     if as_json:
@@ -465,7 +466,7 @@ def _root(
 
 
 def _verdict(summaries: Any, records: Any) -> str:
-    from gradaudit.report.verdict import verdict
+    from gradaudit.verdict.run import verdict
 
     return verdict(summaries, records).sentence
 
@@ -497,7 +498,7 @@ def _print_json(data: Any) -> None:
 
 def plain(text: str) -> str:
     """Return text as a console shows it: neither markup nor control characters, whoever wrote the file it is from."""
-    from gradaudit.terminal import harmless
+    from gradaudit.report.terminal import harmless
 
     return escape(harmless(text))
 

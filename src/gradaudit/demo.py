@@ -8,23 +8,17 @@ from typing import Any
 
 import torch
 
-from gradaudit.audit import (
-    TEXTS,
-    Prepared,
-    audit_batch,
-    describe_client,
-    open_folder,
-    prepare_text,
-    private_batch,
-    run_info,
-    sent,
-    write_info,
-)
-from gradaudit.bundle import save_bundle
+from gradaudit.audit.batch import audit_batch, sent
+from gradaudit.audit.fitting import INVERTERS
+from gradaudit.audit.info import TEXTS, describe_client, run_info, write_info
+from gradaudit.audit.prepare import Prepared, prepare, prepare_text, private_batch
+from gradaudit.audit.run import LEARNED, audited, fitted_case, open_folder
+from gradaudit.bundles.bundle import save_bundle
 from gradaudit.case import Case, parse_case
-from gradaudit.one_writer import only_writer
+from gradaudit.files import append_line, only_writer, read_lines
 from gradaudit.progress import step
-from gradaudit.record import Record, Texts, append_line, read_lines
+from gradaudit.record import Record, Texts
+from gradaudit.workspace import learned_in
 
 OFF, PRACTICAL = "dropout off", "dropout on, embeddings frozen"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -38,6 +32,18 @@ ATTACKS: dict[str, tuple[dict[str, Any], ...]] = {
     OFF: (TAG, DAGER),
     PRACTICAL: (TAG, DAGER, {"name": "decode"}),
 }
+
+SIGN: dict[str, Any] = {"name": "sign"}
+# smaller budgets than the defaults, so that the demo ends in a minute
+IG = {"name": "ig", "steps": 400, "restarts": 2}
+LTI = {"name": "lti-images", "learner": "kernel", "mirrored": False, "refine": 150}
+GIGIP = {"name": "gigip", "latent_steps": 150, "weight_steps": 300, "restarts": 2, "training_steps": 800}
+IMAGE_SETTINGS: dict[str, tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]] = {
+    "one image a step": ([], (IG, GIGIP, LTI)),
+    "one image a step, signs alone": ([SIGN], (IG, GIGIP, LTI)),
+}
+IMAGE_COUNT = 4
+"""Images read, each from an update of its own."""
 
 
 @dataclass(frozen=True)
@@ -102,3 +108,41 @@ def _run_cases(folder: Path, device: torch.device) -> Demo:
     step("demo", len(every), len(every))
     texts_by = {(t.case, t.attack): t for t in read_lines(folder / TEXTS, Texts)}
     return Demo(folder, records, [texts_by.get((r.case, r.attack)) for r in records])
+
+
+def image_cases() -> list[Case]:
+    """Return the demo's cases: each setting with its attacks, on the first digits of a shuffled draw."""
+    data = {"source": "digits", "shuffle_seed": 101, "batches": IMAGE_COUNT}
+    fixed = {"model": "lenet", "task": "image-classification", "data": data}
+    return [
+        parse_case({"name": name, "defense": defenses, "attack": attack} | fixed)
+        for name, (defenses, attacks) in IMAGE_SETTINGS.items()
+        for attack in attacks
+    ]
+
+
+def run_image_demo(folder: Path, device: torch.device) -> list[Record]:
+    """Run the demo's cases into a folder and return the records; a finished demo in it is read, not run again.
+
+    Args:
+        folder: where report.html, records.jsonl, images.jsonl and run.json go.
+        device: where the model runs.
+
+    Raises:
+        BadInputError: the extra `vision` is missing, or the folder cannot be written or is being written.
+    """
+    records: list[Record] = []
+    every = image_cases()
+    with only_writer(folder), learned_in(folder / LEARNED):
+        for number, case in enumerate(every):
+            ready = prepare(case, Path.cwd(), device)
+            done = open_folder(ready, folder, shared=True)
+            if ready.attack.unfitted and len(done) < IMAGE_COUNT:
+                ready = fitted_case(ready, folder / INVERTERS)
+            if number == 0:
+                write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))
+            for index in range(IMAGE_COUNT):
+                step("demo", number * IMAGE_COUNT + index, len(every) * IMAGE_COUNT)
+                records.append(done[index] if index in done else audited(ready, index, folder))
+        step("demo", len(every) * IMAGE_COUNT, len(every) * IMAGE_COUNT)
+    return records

@@ -9,14 +9,10 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
-
-from gradaudit.errors import BadInputError
+from pydantic import BaseModel, ConfigDict, field_validator
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -282,45 +278,6 @@ class RunInfo(_Plain):
     settings: dict[str, str]
     promises: dict[str, str] = {}
     made: str
-
-
-def append_line(path: Path, item: BaseModel, private: bool = False) -> None:
-    """Append one JSON line and force it to disk, so that a killed run loses nothing that was finished.
-
-    Raises:
-        BadInputError: the disk refuses (full, read-only); what was written before stays.
-    """
-    try:
-        data = item.model_dump_json().encode("utf8", errors="replace") + b"\n"
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600 if private else 0o644)
-        try:
-            done = 0
-            while done < len(data):
-                done += os.write(handle, data[done:])
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise BadInputError(
-            f"cannot write {path} ({error.strerror}); what was finished before is kept, make room and run again"
-        ) from None
-
-
-def read_lines(path: Path, kind: type[M]) -> Iterator[M]:
-    """Yield the items of a JSONL file; a last line cut short by a kill is passed over.
-
-    Raises:
-        BadInputError: a line that is not of this kind.
-    """
-    if not path.exists():
-        return
-    # bytes, split at \n alone: recovered text may hold other line separators, and a kill may cut a character
-    lines = path.read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield kind.model_validate_json(line)
-        except ValidationError as error:
-            raise BadInputError(f"{path} line {number} is not a {kind.__name__} ({error.errors()[0]['msg']})") from None
 
 
 def finite(value: float | None) -> float | None:

@@ -251,3 +251,7 @@ class Reconstruction:
     def count(self) -> int:
         """How many sentences or images were recovered."""
         return len(self.sequences) if self.images is None else len(self.images)
+
+
+Private = Batch | ImageBatch
+"""A batch of any kind."""

@@ -26,7 +26,7 @@ from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
-from gradaudit.unfinished import keep, kept
+from gradaudit.workspace import keep, kept
 
 _POOLS = ("recovered", "spans")
 

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from gradaudit.data.columns import labels_of, pick
-from gradaudit.data.source import PublicSpec, SourceSpec, hub_table, shuffled
+from gradaudit.data.draw import shuffled
+from gradaudit.data.files import hub_table
+from gradaudit.data.spec import PublicSpec, SourceSpec
 from gradaudit.data.tables import Table, parquet
 from gradaudit.errors import BadInputError
+from gradaudit.models.images import ImageModel
 from gradaudit.types import ImageBatch, PublicImages
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
@@ -263,3 +266,34 @@ def _image(data: bytes, place: str) -> Any:
     except Exception as error:  # damaged images raise dozens of kinds
         kind = type(error).__name__
         raise BadInputError(f"{place} is no readable image ({kind}); known are {', '.join(FORMATS)}") from None
+
+
+@dataclass(frozen=True)
+class _Images:
+    model: ImageModel
+    rows: ImageRows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def where(self) -> str:
+        return self.rows.where
+
+    def can_train(self, row: int) -> bool:
+        return True
+
+    def apart(self, rows: Sequence[int], test: Sequence[int]) -> list[int]:
+        held = {self._key(row) for row in test}
+        return [row for row in rows if self._key(row) not in held]
+
+    def _key(self, row: int) -> bytes:
+        return hashlib.sha256(self.rows.pixels[row].contiguous().numpy().tobytes()).digest()
+
+    def batch(self, rows: Sequence[int]) -> ImageBatch:
+        return self.rows.batch(rows)
+
+    @torch.no_grad()
+    def said(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        batch = self.rows.batch(rows)
+        return self.model.logits(batch.images.to(self.model.device)).argmax(1).cpu(), batch.labels

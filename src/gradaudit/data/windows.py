@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from gradaudit.data.source import Rows
+from gradaudit.data.text import Rows
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
 

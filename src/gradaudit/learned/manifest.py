@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.files import replacing
 from gradaudit.learned.scaling import Scaling
 from gradaudit.learned.text.word_pairs import PAIRS, WordPairs, save_pairs
 from gradaudit.models.spec import Loss, Task
@@ -128,14 +128,13 @@ def write_inverter(
     """
     tensors = {n: p.detach().cpu().contiguous() for n, p in weights.items()}
     tensors |= {"mean": scaling.mean.cpu(), "deviation": scaling.deviation.cpu()}
-    fresh = folder / f"{MANIFEST}.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / WEIGHTS)
         if pairs is not None:
             save_pairs(folder, pairs)
-        fresh.write_text(manifest.model_dump_json(indent=1), encoding="utf8")
-        os.replace(fresh, folder / MANIFEST)
+        with replacing(folder / MANIFEST) as fresh:
+            fresh.write_text(manifest.model_dump_json(indent=1), encoding="utf8")
     except (OSError, SafetensorError) as error:
         raise BadInputError(
             f"cannot write the inverter {folder} ({error}); make room or choose another folder"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gradaudit.files import replacing
 from gradaudit.progress import step as progressed
 
 N = TypeVar("N", bound=nn.Module)
@@ -143,9 +143,8 @@ class _State:
         held = {f"now.{n}": p.detach() for n, p in network.named_parameters()}
         held |= {f"best.{n}": p for n, p in self.best.items()} | dict(self._moments())
         numbers = {"step": self.step, "waited": self.waited, "best": self.best_step, "score": self.score}
-        fresh = path.with_suffix(".new")
-        save_file({n: t.cpu().contiguous() for n, t in held.items()}, fresh, {"state": json.dumps(numbers)})
-        os.replace(fresh, path)
+        with replacing(path) as fresh:
+            save_file({n: t.cpu().contiguous() for n, t in held.items()}, fresh, {"state": json.dumps(numbers)})
 
     def read(self, path: Path, network: nn.Module) -> None:
         """Take up what was written; a file that is not of this training is passed over."""

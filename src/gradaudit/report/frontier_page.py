@@ -9,13 +9,13 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from gradaudit.audit import IMAGES, TEXTS
-from gradaudit.frontier import PIXELS, Frontier, OperatingPoint
-from gradaudit.record import Pictures, Texts, read_lines
-from gradaudit.report.pictures import Shown, shown_image
-from gradaudit.report.sentences import Sentence, sentence_of
+from gradaudit.audit.info import IMAGES, TEXTS
+from gradaudit.files import read_lines, write_page
+from gradaudit.record import Pictures, Texts
+from gradaudit.report.images import Shown, shown_image
+from gradaudit.report.text import Sentence, sentence_of
 from gradaudit.report.visible import clip, visible
-from gradaudit.report.written import write_page
+from gradaudit.sweeps.frontier import PIXELS, Frontier, OperatingPoint
 
 PAGE = "frontier.html"
 _HERE = Path(__file__).parent

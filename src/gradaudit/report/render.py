@@ -13,23 +13,23 @@ from markupsafe import Markup
 from pydantic import ValidationError
 
 from gradaudit.errors import BadInputError
+from gradaudit.files import read_lines, write_page
 from gradaudit.flags import FLAGS
-from gradaudit.record import Interval, Pictures, Record, RunInfo, Spectrum, Summary, Texts, read_lines, score_names
+from gradaudit.record import Pictures, Record, RunInfo, Spectrum, Summary, Texts, score_names
 from gradaudit.report import sections
-from gradaudit.report.pictures import Grid, picture_grids
-from gradaudit.report.sentences import Pair, sentence_pairs
+from gradaudit.report.images import _image_facts, picture_grids
 from gradaudit.report.spectrum import spectrum_svg
-from gradaudit.report.verdict import BLIND, WORST_FIRST, Verdicts, sentence_count, verdicts
+from gradaudit.report.text import Pair, _facts, sentence_pairs
 from gradaudit.report.visible import Veil, clip, visible
-from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, SCORE_NAMES
-from gradaudit.report.written import write_page
+from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, SCORE_NAMES, _number
+from gradaudit.verdict.level import BLIND
+from gradaudit.verdict.run import WORST_FIRST, Verdicts, verdicts
 
 MOST_BYTES = 1_000_000
 """The size a report never exceeds; a page of this size still opens at once and can be mailed."""
 
 _HERE = Path(__file__).parent
 _COUNTS = ("Worst batch", "Batches", "Failed", "Seconds a batch", "Load b/d")
-_NONE = Interval(mean=None, n=0)
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,6 @@ def _date(made: str) -> str:
     return f"{when.day} {when:%B %Y, %H:%M} {when.tzname() or ''}".rstrip()
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    # A full score needs no decimals, and without them the widest row still fits a laptop.
-    return "–" if value is None else "100" if value == 100 else f"{value:.{digits}f}"
-
-
 def _factor(value: float) -> str:
     if not 1e-3 < value < 1e9:
         return f"{value:.1g}"
@@ -228,62 +223,6 @@ def _first_rows(rows: dict[str, list[sections.Row]], most: int) -> tuple[dict[st
         if take:
             shown[setting] = found[:take]
     return shown, left_out
-
-
-def _facts(rows: dict[str, list[sections.Row]], records: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Return the few numbers a reader should see first: name, number, and what to hold it against."""
-    attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
-    facts: list[tuple[str, str, str]] = []
-    exact: dict[tuple[str, str], tuple[int, int]] = {}
-    for record in records:
-        if record.attack != BLIND:
-            found, total = exact.get((record.setting, record.attack), (0, 0))
-            found += sum(marks.exact for marks in record.sentences)
-            exact[record.setting, record.attack] = (found, total + sentence_count(record))
-    if exact and any(record.sentences for record in records):
-        (where, attack), (found, total) = max(exact.items(), key=lambda item: item[1][0] / max(1, item[1][1]))
-        by = f"{attack}, {where}" if found else "by any one attack"
-        facts.append(("Sentences read back exactly", f"{found} of {total}", by))
-    scored = [(setting, row) for setting, row in attacks if row.main.interval and row.main.interval.mean is not None]
-    if scored:
-        setting, row = max(scored, key=lambda item: (item[1].main.interval or _NONE).mean or 0.0)
-        best = row.main.interval or _NONE
-        against = f"{row.attack}, {setting}; blind guessing {_number(row.main.blind)}"
-        facts.append(("Highest mean ROUGE-L", _number(best.mean), against))
-        worst = max((row.main.interval or _NONE).worst or 0.0 for _, row in scored)
-        facts.append(("Worst batch, ROUGE-L", _number(worst), "of 100, by any attack"))
-    if attacks:
-        batches, failed = sum(row.n for _, row in attacks), sum(row.failed for _, row in attacks)
-        facts.append(
-            (
-                "Batches judged",
-                f"{batches - failed} of {batches}",
-                f"{failed} failed, counted as 0" if failed else "none failed",
-            )
-        )
-    return facts
-
-
-def _image_facts(rows: dict[str, list[sections.Row]], grids: Sequence[Grid]) -> list[tuple[str, str, str]]:
-    """Return the few numbers a reader of an audit of images should see first; see `_facts`."""
-    attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
-    facts: list[tuple[str, str, str]] = []
-    tried = [grid for grid in grids if grid.attack != BLIND]
-    if tried:
-        best = max(tried, key=lambda grid: grid.recognized / max(1, grid.total))
-        by = f"{best.attack}, {best.setting}" if best.recognized else "by any one attack"
-        facts.append(("Images read back recognizably", f"{best.recognized} of {best.total}", by))
-    scored = [(setting, row, i) for setting, row in attacks if (i := row.main.interval) and i.mean is not None]
-    if scored:
-        setting, row, least = min(scored, key=lambda item: item[2].mean or 0.0)
-        against = f"{row.attack}, {setting}; blind guessing {_number(row.main.blind, 4)}"
-        facts.append(("Lowest mean squared error", _number(least.mean, 4), against))
-        worst = min(i.worst if i.worst is not None else 1.0 for _, _, i in scored)
-        facts.append(("Worst batch, squared error", _number(worst, 4), "the lowest of any attack"))
-        failed = sum(row.failed for _, row in attacks)
-        note = f"{failed} failed, given the worst scores there are" if failed else "none failed"
-        facts.append(("Batches judged", f"{sum(row.n for _, row in attacks)}", note))
-    return facts
 
 
 def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections.Counted]) -> list[str]:

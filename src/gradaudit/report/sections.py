@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradaudit.record import SCORES, Interval, Record, RunInfo, Summary, score_names
-from gradaudit.report.verdict import BLIND
 from gradaudit.report.wording import ALWAYS_GIVEN, DIAGNOSES, KNOWLEDGE, SCORE_DIGITS
+from gradaudit.verdict.level import BLIND
 
 Pair = tuple[str, str]
 

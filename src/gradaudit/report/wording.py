@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gradaudit.record import Interval
+
 HEADLINES: Mapping[str, str] = {
     "leaks": "Leaks",
     "partly": "Partly leaks",
@@ -68,3 +70,11 @@ DIAGNOSES: Mapping[str, tuple[str, str]] = {
     ),
     "no guess": ("No guess", "the attack returned nothing to compare"),
 }
+
+
+_NONE = Interval(mean=None, n=0)
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    # A full score needs no decimals, and without them the widest row still fits a laptop.
+    return "–" if value is None else "100" if value == 100 else f"{value:.{digits}f}"

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradaudit.learned.kept import learned
 from gradaudit.progress import track
 from gradaudit.streams import global_stream, stream
 from gradaudit.types import PublicImages
+from gradaudit.workspace import learned
 
 _FORM = 1
 """Counts up when the network or its training changes, so that what was kept is learned anew."""

@@ -1,0 +1,1 @@
+"""The audit: a case becomes records, batch by batch."""

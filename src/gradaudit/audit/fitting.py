@@ -1,0 +1,253 @@
+"""Attacks that learn: what they are fitted to, from which public text, and where the result is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradaudit.attacks.base import Attack
+from gradaudit.audit.fitted_rows import note_rows
+from gradaudit.case import Case
+from gradaudit.client.client import Client
+from gradaudit.client.simulate_images import ImageSimulation
+from gradaudit.client.simulate_text import ClientSimulation
+from gradaudit.data.draw import shuffled
+from gradaudit.data.spec import PublicSpec
+from gradaudit.data.text import Rows, load_rows, make_batch
+from gradaudit.data.windows import apart, windows
+from gradaudit.errors import BadInputError, MissingKnowledgeError
+from gradaudit.files import only_writer
+from gradaudit.learned.manifest import MANIFEST, Target
+from gradaudit.learned.public import Public
+from gradaudit.models.images import ImageModel
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.registry import describe
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import PublicImages
+
+Data = Public | PublicImages
+"""What the attacker has, of any kind."""
+INVERTERS = "inverters"
+"""Folder of what was fitted, under that of a run or a sweep."""
+_FORM = 2
+"""Of fitting: another one fits anew."""
+_KEY = "key.txt"
+"""What a folder of `gradaudit fit` was made from."""
+
+
+def public_text(
+    spec: PublicSpec,
+    base: Path,
+    model: TransformersModel,
+    window: int | None,
+    private: Rows,
+    audited: Sequence[Sequence[int]],
+) -> Public:
+    """Return the attacker's own text, without anything that an audited batch holds.
+
+    Args:
+        spec: the [public] table.
+        base: folder that a relative path starts from.
+        model: encodes it, and says whether it needs labels.
+        window: of [data].
+        private: the audited rows, and others.
+        audited: numbers of the rows of each audited batch.
+
+    Raises:
+        BadInputError: it cannot be read, or nothing is left of it.
+    """
+    rows = load_rows(spec, base)
+    if window is not None:
+        rows = windows(rows, model, window, whole=False)
+    allowed = set(apart(rows, private, (number for batch in audited for number in batch)))
+    kept = [number for number in shuffled(spec, len(rows.texts)) if number in allowed][: spec.rows]
+    if not kept:
+        raise BadInputError(f"[public] {rows.where} has no row that is in no audited batch; give other text")
+    labels = None
+    if model.spec.task == "classification" and spec.source == "words":
+        # nobody's labels: as good a guess as any
+        rng = stream(spec.shuffle_seed or 0, "labels")
+        drawn = torch.randint(model.spec.labels, (len(rows.texts),), generator=rng).tolist()
+        labels = [drawn[n] for n in kept]
+    elif model.spec.task == "classification":
+        if rows.labels is None:
+            raise BadInputError('task "classification" needs labels of the public text too: set label in [public]')
+        # by their names: each source numbers its own classes
+        numbers = {name: number for number, name in enumerate(private.classes)}
+        strange = sorted(set(rows.classes) - set(numbers))
+        if strange:
+            raise BadInputError(f"[public] has a class '{strange[0][:40]}' that [data] does not have")
+        labels = [numbers[rows.classes[rows.labels[n]]] for n in kept]
+    ids = None if rows.ids is None else [rows.ids[n] for n in kept]
+    batch = make_batch(model, [rows.texts[n] for n in kept], labels, ids)
+    device, classes = model.device, batch.labels
+    here = None if classes is None else classes.to(device)
+    return Public(batch.ids.to(device), batch.mask.to(device), here, rows.where)
+
+
+def check_told(case: Case) -> None:
+    """Refuse to learn through settings of the client that the attacker is not given: it could not simulate them.
+
+    Raises:
+        MissingKnowledgeError: names the first that is not given.
+    """
+    for fact in ("batch_size", "training", "dropout", "defenses"):
+        if not getattr(case.knowledge, fact):
+            raise MissingKnowledgeError(
+                f"an attack that learns simulates the client, and is not given its {fact.replace('_', ' ')}: set "
+                f"{fact} = true in [knowledge], or name an inverter that was fitted to a guess of it"
+            )
+
+
+def simulation_of(client: Client, selection: Selection) -> ClientSimulation | ImageSimulation:
+    """Return what replays a client on public data."""
+    kind = ImageSimulation if isinstance(client.model, ImageModel) else ClientSimulation
+    # what this client holds back of its earlier rounds is made of private data
+    return kind(replace(client, held=None), selection)
+
+
+def target_of(client: Client, selection: Selection, batch_size: int) -> Target:
+    """Return what an attack on this client's updates is fitted to."""
+    simulation, model = simulation_of(client, selection), client.model
+    dropout = client.dropout_in_force()
+    trained = hashlib.sha256("\n".join(client.trained()).encode()).hexdigest()
+    return Target(
+        title=model.spec.title,
+        fingerprint=model.fingerprint(),
+        task=model.spec.task,
+        kind="gradient" if client.training.optimizer == "none" else "delta",
+        tensors=dict(simulation.shapes),
+        batch_size=batch_size,
+        defenses=tuple(json.loads(json.dumps(describe(d))) for d in client.defenses),
+        training=asdict(client.made({}).training),  # as an attacker is told of it
+        dropout=dropout,
+        loss=model.spec.loss,
+        replayed={
+            "clients": client.clients,
+            "padding": client.padding,
+            "dropout_rate": client.dropout_rate,
+            "trained": trained,
+        },
+    )
+
+
+def fit(
+    attack: Attack[Any],
+    client: Client,
+    selection: Selection,
+    public: Data,
+    batch_size: int,
+    seed: int,
+    folder: Path,
+) -> Attack[Any]:
+    """Fit an attack into a folder and return it; a fit that was stopped goes on.
+
+    Args:
+        attack: one that learns.
+        client: whose updates it is to read.
+        selection: what is seen of them.
+        public: the attacker's text.
+        batch_size: sentences an update.
+        seed: the case's.
+        folder: becomes the inverter.
+
+    Raises:
+        NotSupportedError: the attack learns nothing.
+        BadInputError: the folder cannot be written, or another program writes there; too little text.
+    """
+    target = target_of(client, selection, batch_size)
+    with only_writer(folder):
+        simulation = simulation_of(client, selection)
+        fitted = attack.fit(simulation, public, target, client.model, folder, stream(seed, "fit"))
+        note_rows(folder, public, client.model)
+        (folder / "checkpoint.safetensors").unlink(missing_ok=True)
+    return fitted
+
+
+def fit_case(
+    attack: Attack[Any],
+    client: Client,
+    selection: Selection,
+    public: Data | None,
+    case: Case,
+    folder: Path,
+) -> dict[str, Any]:
+    """Fit a case's attack into a folder of its own and return what its manifest says of the result.
+
+    Raises:
+        BadInputError: there is no public text, the attack names an inverter already, or the folder holds another one.
+    """
+    check_told(case)
+    if public is None:
+        raise BadInputError("fitting takes what the attacker has: add a [public] table")
+    key = _key(attack, target_of(client, selection, case.data.batch_size), public, case.seed)
+    note = folder / _KEY
+    try:
+        before = note.read_text(encoding="utf8") if note.is_file() else None
+        if before not in (None, key) or (before is None and (folder / MANIFEST).exists()):
+            raise BadInputError(f"{folder} holds what another case learned; choose another --out or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(key, encoding="utf8")
+    except OSError as error:
+        raise BadInputError(f"cannot write {folder} ({error.strerror}); choose another --out") from None
+    if not (folder / MANIFEST).is_file():
+        fit(attack, client, selection, public, case.data.batch_size, case.seed, folder)
+    about = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
+    return {key: about[key] for key in ("public", "texts", "images", "steps", "accuracy", "mse") if key in about}
+
+
+def _key(attack: Attack[Any], target: Target, public: Data, seed: int) -> str:
+    """Return a hash of all that decides what is learned."""
+    facts = {
+        "form": _FORM,
+        "target": target.model_dump(mode="json"),
+        "attack": describe(attack),
+        "public": digest_of(public),
+        "seed": seed,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def digest_of(public: Data) -> str:
+    """Return the sha256 of all that the attacker has."""
+    digest = hashlib.sha256()
+    parts = (
+        (public.images, public.labels) if isinstance(public, PublicImages) else (public.ids, public.mask, public.labels)
+    )
+    for tensor in parts:
+        if tensor is not None:
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def fitted(
+    attack: Attack[Any],
+    client: Client,
+    selection: Selection,
+    public: Data | None,
+    batch_size: int,
+    seed: int,
+    folder: Path,
+) -> Attack[Any]:
+    """Return an attack ready to run: fitted before into the folder, by all that decides the result, or now.
+
+    Args:
+        folder: holds a folder a fit, named by a hash of what it depends on; the rest as in `fit`.
+    """
+    if not attack.unfitted:
+        return attack
+    if public is None:
+        raise BadInputError(f"attack '{attack.name}' learns from public data: add a [public] table")
+    key = _key(attack, target_of(client, selection, batch_size), public, seed)
+    place = folder / key
+    if (place / MANIFEST).is_file():
+        return attack.fitted_in(place)
+    return fit(attack, client, selection, public, batch_size, seed, place)

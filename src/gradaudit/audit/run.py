@@ -1,0 +1,152 @@
+"""Case -> Record: runs a case batch by batch, keeps what is finished, and goes on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from gradaudit.audit.batch import audit_batch, audit_images
+from gradaudit.audit.fitted_rows import refuse_seen
+from gradaudit.audit.fitting import INVERTERS, check_told, fitted
+from gradaudit.audit.info import IMAGES, INFO, RECORDS, TEXTS, _digests, run_info, write_info
+from gradaudit.audit.prepare import (
+    Prepared,
+    PreparedImages,
+    private_batch,
+)
+from gradaudit.errors import BadInputError
+from gradaudit.files import append_line, only_writer, read_lines
+from gradaudit.record import Pictures, Record, RunInfo, Texts
+from gradaudit.types import Private
+from gradaudit.workspace import kept_in, learned_in
+
+LEARNED = "learned"
+"""Folder of what attacks learn from public data."""
+UNFINISHED = "unfinished"
+"""Folder of what attacks keep of batches they have not finished."""
+
+
+def run(
+    ready: Prepared | PreparedImages,
+    out: Path,
+    each: Callable[[Record], None] | None = None,
+    inverters: Path | None = None,
+) -> Iterator[Record]:
+    """Run a case into a folder and yield every record, those of an earlier run of the same case first.
+
+    A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch, and with
+    what its attack kept of it.
+
+    Args:
+        ready: the prepared case.
+        out: folder for records.jsonl, texts.jsonl or images.jsonl, and run.json.
+        each: called with each new record.
+        inverters: where attacks that learn keep what they learned; a folder of the run when None.
+
+    Raises:
+        BadInputError: the folder holds records of another case, cannot be written, or another program writes there.
+    """
+    with only_writer(out), learned_in(out / LEARNED):
+        done = open_folder(ready, out)
+        named = getattr(ready.attack, "inverter", "")
+        if named:
+            refuse_seen(Path(named), audited_batches(ready), ready.model)
+        if ready.attack.unfitted and len(done) < len(ready.batches):
+            place = inverters or out / INVERTERS
+            ready = fitted_case(ready, place)
+        for index in range(len(ready.batches)):
+            if index in done:
+                yield done[index]
+                continue
+            with kept_in(out / UNFINISHED / f"{ready.case.content_hash()[:16]}-{index}.safetensors"):
+                record = audited(ready, index, out)
+            if each is not None:
+                each(record)
+            yield record
+
+
+def audited_batches(ready: Prepared | PreparedImages) -> Iterator[Private]:
+    """Yield the private batches of a case."""
+    for index, numbers in enumerate(ready.batches):
+        yield ready.rows.batch(numbers) if isinstance(ready, PreparedImages) else private_batch(ready, index)
+
+
+def audited(ready: Prepared | PreparedImages, index: int, out: Path) -> Record:
+    """Audit one batch and write down what came of it, the private side first."""
+    private: Texts | Pictures
+    if isinstance(ready, PreparedImages):
+        record, private = audit_images(ready, index)
+    else:
+        record, private = audit_batch(ready, index)
+    append_line(out / (IMAGES if isinstance(private, Pictures) else TEXTS), private, private=True)
+    append_line(out / RECORDS, record)
+    return record
+
+
+def fitted_case(ready: Prepared | PreparedImages, folder: Path) -> Prepared | PreparedImages:
+    """Return a case whose attack has learned what it needs, into a folder or from what an earlier run left there."""
+    case, client, selection = ready.case, ready.client, ready.selection
+    check_told(case)
+    attack = fitted(ready.attack, client, selection, ready.public, case.data.batch_size, case.seed, folder)
+    return replace(ready, attack=attack) if isinstance(ready, Prepared) else replace(ready, attack=attack)  # noqa: RUF034
+
+
+def open_folder(ready: Prepared | PreparedImages, out: Path, shared: bool = False) -> dict[int, Record]:
+    """Make or reopen a run's folder and return the finished records of this case by batch.
+
+    Args:
+        ready: the prepared case.
+        out: the folder.
+        shared: several cases write here (the demo): records of other cases are allowed.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"cannot make folder {out} ({error.strerror}); choose another --out") from None
+    mine = ready.case.content_hash()
+    _drop_cut_line(out / RECORDS)
+    _drop_cut_line(out / TEXTS)
+    _drop_cut_line(out / IMAGES)
+    records = list(read_lines(out / RECORDS, Record))
+    if not shared and any(r.case != mine for r in records):
+        raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
+    if not (out / INFO).exists():
+        write_info(out, run_info(ready))
+    elif not shared and (changed := _changed(ready, out / INFO)):
+        if records:
+            raise BadInputError(f"the {changed} changed since {out} was begun; choose another --out")
+        for half in (out / UNFINISHED).glob(f"{mine[:16]}-*"):
+            half.unlink()
+        write_info(out, run_info(ready))
+    return {r.batch: r for r in records if r.case == mine}
+
+
+def _changed(ready: Prepared | PreparedImages, path: Path) -> str:
+    """Return what is not as it was when a run was begun; empty for nothing."""
+    try:
+        before = RunInfo.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return ""
+    if before.data.get("sha256") not in (None, ready.rows.sha256):
+        return "data has"
+    for name, value in _digests(ready).items():
+        if value is not None and before.data.get(name) not in (None, value):
+            return "inverter has" if name == "inverter_sha256" else "[public] data has"
+    # adapters that were warmed up differ by rounding from one machine to the next
+    warmed = ready.case.lora is not None and ready.case.lora.warmup
+    if not warmed and before.model.get("fingerprint") not in (None, ready.model.fingerprint()):
+        return "model's weights have"
+    return ""
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Cut off a last line that a kill left unfinished, so that the next record starts on a line of its own."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        with open(path, "rb+") as file:
+            file.truncate(data.rfind(b"\n") + 1)

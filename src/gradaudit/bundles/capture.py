@@ -1,0 +1,186 @@
+"""`gradaudit.capture`: writes the update of one step of the user's own PyTorch loop as a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradaudit.bundles.bundle import save_bundle
+from gradaudit.bundles.model import MODEL, WEIGHTS
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.images import IMAGE_MODELS, ImageModel, LeNet, ResNet
+from gradaudit.models.spec import ModelSpec, Task
+from gradaudit.models.state import fingerprint_of
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.types import Knowledge, LocalTraining, Update
+
+ARCHITECTURES: dict[type[nn.Module], str] = {LeNet: "lenet", ResNet: "resnet"}
+"""Modules of images that can be captured, with the name that makes them anew."""
+
+
+@dataclass
+class Capture:
+    """What a capture has seen so far.
+
+    Args:
+        steps: optimizer steps taken inside the block.
+        sentences: rows of `input_ids`, or images, passed through the model in training.
+        shape: channels, height and width of the images; None of text.
+        dropout: the model was in training mode when it ran.
+    """
+
+    steps: int = 0
+    sentences: int = 0
+    dropout: bool = False
+    shape: tuple[int, int, int] | None = None
+    gradient: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+@contextmanager
+def capture(
+    model: Any,
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    what: Literal["gradient", "delta"] = "gradient",
+    training: LocalTraining | None = None,
+    sentences: int | None = None,
+) -> Iterator[Capture]:
+    """Write what one step of your own training would send, as a bundle that `gradaudit attack` reads.
+
+    Put it around the step::
+
+        with gradaudit.capture(model, "update", tokenizer=tokenizer):
+            loss = model(**batch, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+
+    The gradient is taken as the optimizer gets it, after your own clipping, from the first step inside the block, or
+    from the parameters at the end when no optimizer ran. The weights before the step go into the bundle as well: an
+    attacker in a federated training has them. The batch does not; only its number of sentences does.
+
+    Args:
+        model: a transformers model for sequence classification or causal language modeling, or a `LeNet` or `ResNet`
+            of `gradaudit.models.images`, which takes images in 0 to 1.
+        folder: where the bundle goes.
+        tokenizer: the model's tokenizer; None for a model of images.
+        what: "gradient" (FedSGD), or "delta": the weight change over all steps of the block (FedAvg).
+        training: for "delta", how the steps were made, when the attacker is to know it.
+        sentences: for "delta", how many sentences or images they were made on, when the attacker is to know it; for a
+            gradient they are counted (several passes over a batch would count it several times).
+
+    Raises:
+        BadInputError: no gradient appeared, more than one step in gradient mode, or the folder cannot be written.
+        NotSupportedError: not a model of a supported family and task.
+    """
+    task = _task(model)
+    if tokenizer is None and task != "image-classification":
+        raise BadInputError("capture of a model of text needs its tokenizer: capture(model, folder, tokenizer=...)")
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    seen = Capture()
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        if not mine:
+            return
+        seen.steps += 1
+        if seen.steps == 1 and what == "gradient":
+            seen.gradient = {names[id(p)]: p.grad.detach().clone() for p in mine if p.grad is not None}
+
+    def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
+        if torch.is_grad_enabled() and isinstance(ids, Tensor):
+            seen.sentences += len(ids)
+            seen.shape = (int(ids.shape[1]), int(ids.shape[2]), int(ids.shape[3])) if ids.dim() == 4 else None
+            seen.dropout = module.training
+
+    hooks = [
+        register_optimizer_step_pre_hook(on_step),
+        model.register_forward_pre_hook(on_forward, with_kwargs=True),
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tensors = _tensors(model, before, seen, what)
+    size = (seen.sentences or None) if what == "gradient" else sentences
+    was_training = bool(model.training)
+    wrapped = (
+        _of_images(model, Path(folder), before, seen.shape)
+        if task == "image-classification"
+        else _of_text(model, Path(folder), tokenizer, task, before)
+    )
+    model.train(was_training)
+    rate = wrapped.dropout_rate() if seen.dropout else 0.0
+    how = training or (LocalTraining() if what == "gradient" else None)
+    update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
+    known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
+    weights = {n: before[n] for n in wrapped.parameters()}
+    save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint_of(weights))
+
+
+def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
+    if what == "delta":
+        return {n: p.detach() - before[n] for n, p in model.named_parameters() if p.requires_grad}
+    if seen.steps > 1:
+        raise BadInputError(
+            f'{seen.steps} optimizer steps ran inside capture; take one, or use what="delta" for their weight change'
+        )
+    found = seen.gradient or {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+    if not found:
+        raise BadInputError("no gradient appeared inside capture; call loss.backward() within the block")
+    return found
+
+
+def _of_text(model: Any, folder: Path, tokenizer: Any, task: Task, before: dict[str, Tensor]) -> TransformersModel:
+    """Write the weights before the step into the bundle and return the model."""
+    labels = int(model.config.num_labels) if task == "classification" else 1
+    name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
+    try:
+        model.save_pretrained(folder / MODEL, state_dict=dict(before))
+        tokenizer.save_pretrained(folder / MODEL)
+    except OSError as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
+    return TransformersModel(model, tokenizer, ModelSpec(name, task, labels))
+
+
+def _of_images(
+    model: LeNet | ResNet, folder: Path, before: dict[str, Tensor], shape: tuple[int, int, int] | None
+) -> ImageModel:
+    """Write the weights before the step into the bundle and return the model."""
+    if shape is None:
+        raise BadInputError("no images [B, C, H, W] went through the model inside capture; run it within the block")
+    name = ARCHITECTURES[type(model)]
+    try:
+        (folder / MODEL).mkdir(parents=True, exist_ok=True, mode=0o700)
+        save_file({n: t.cpu().contiguous() for n, t in before.items()}, folder / MODEL / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error}); choose another folder") from None
+    labels = model.head.out_features
+    spec = ModelSpec(name, "image-classification", labels, image=shape)
+    return ImageModel(model, spec, model.features, IMAGE_MODELS[name].depth)
+
+
+def _task(model: Any) -> Task:
+    if type(model) in ARCHITECTURES:
+        return "image-classification"
+    name = type(model).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "classification"
+    if name.endswith(("LMHeadModel", "ForCausalLM")):
+        return "causal-lm"
+    raise NotSupportedError(
+        "capture takes a transformers model for sequence classification or causal language modeling, or a LeNet or "
+        f"ResNet of gradaudit.models.images, not {name}"
+    )

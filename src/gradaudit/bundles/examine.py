@@ -1,0 +1,159 @@
+"""Attack a bundle without truth: what `gradaudit attack` prints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaudit.audit.prepare import uncountered
+from gradaudit.bundles.bundle import load_bundle, read_manifest
+from gradaudit.case import parse_value
+from gradaudit.data.png import png
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.base import TextModel
+from gradaudit.models.images import ImageModel
+from gradaudit.registry import build
+from gradaudit.selection import Selection
+from gradaudit.streams import stream
+from gradaudit.types import Knowledge, Reconstruction
+
+USUAL = ("dager", "ig")
+"""Attack of an update of text, and of images, where none is named."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What an attack read out of a bundle; nobody knows how much of it is right.
+
+    Args:
+        attack: its name.
+        model: title of the model.
+        knowledge: what the attacker was given.
+        texts: recovered sentences; none of images.
+        ids: their token ids.
+        labels, certificates, notes, details: of the reconstruction.
+        warnings: what preflight noticed.
+        seconds: wall time of the attack.
+        images: recovered images as base64 PNG; None of text.
+    """
+
+    attack: str
+    model: str
+    knowledge: Knowledge
+    texts: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    labels: tuple[int, ...] | None
+    certificates: tuple[str, ...] | None
+    notes: tuple[str, ...]
+    details: dict[str, Any]
+    warnings: tuple[str, ...]
+    seconds: float
+    images: tuple[str, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many sentences or images were read."""
+        return len(self.texts) if self.images is None else len(self.images)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data; `scores` is null because there is no truth to score against."""
+        return {
+            "attack": self.attack,
+            "model": self.model,
+            "knowledge": self.knowledge.given(),
+            "texts": list(self.texts),
+            "ids": [list(row) for row in self.ids],
+            "images": None if self.images is None else list(self.images),
+            "labels": self.labels,
+            "certificates": self.certificates,
+            "notes": list(self.notes),
+            "details": self.details,
+            "warnings": list(self.warnings),
+            "seconds": self.seconds,
+            "scores": None,
+            "flags": ["no-truth"],
+            "error": None,
+        }
+
+
+def examine(
+    folder: Path,
+    attack: str | None,
+    settings: Sequence[str],
+    selection: str,
+    model: str | None,
+    seed: int,
+    device: torch.device,
+    blocks: int | None = None,
+    known: tuple[tuple[int, ...], ...] = (),
+) -> Examination:
+    """Check a bundle and attack it.
+
+    Args:
+        folder: the bundle.
+        attack: name of the attack; None for `dager`, and for `ig` where the update is of images.
+        settings: "field=value" overrides of its fields.
+        selection: which gradients it sees.
+        model: a model name in place of the bundle's.
+        seed: of its random stream.
+        device: where it runs.
+        blocks: how many of the model's first blocks to load; None for all.
+        known: sentences read from other updates of the same client.
+
+    Raises:
+        BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
+        NotSupportedError: the update is behind a defense to which the attack has no counter.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise BadInputError(f"--set takes field=value, for example steps=100; got '{setting}'")
+        values[key.strip().removeprefix("attack.")] = parse_value(text)
+    if attack is None:
+        attack = USUAL[read_manifest(folder).model.image is not None]
+    built = build("attack", attack, values)
+    bundle = load_bundle(folder, device, model, blocks)
+    seen = replace(bundle.observation(Selection(selection)), known=known)
+    told = [build("defense", d["name"], {k: v for k, v in d.items() if k != "name"}) for d in _defenses(seen.knowledge)]
+    without = uncountered(built, told, bundle.model, seen.knowledge.batch_size)
+    if without is not None:
+        raise NotSupportedError(
+            f"attack '{attack}' has no counter to '{without}' here, which the bundle says acts on the update; choose "
+            "another attack"
+        )
+    given = (f"{len(known)} sentences read from other rounds were given to the attacker",) if known else ()
+    began = time.perf_counter()
+    found = built(seen, stream(seed, "attack", 0))
+    seconds = time.perf_counter() - began
+    return Examination(
+        attack=attack,
+        model=bundle.model.spec.title,
+        knowledge=seen.knowledge,
+        texts=tuple(bundle.model.decode(row) for row in found.sequences) if isinstance(bundle.model, TextModel) else (),
+        ids=found.sequences,
+        labels=found.labels,
+        certificates=found.certificates,
+        notes=(*given, *found.notes),
+        details=dict(found.details),
+        warnings=tuple(f.text for f in bundle.findings),
+        seconds=seconds,
+        images=tuple(png(image) for image in _shown(found)) if isinstance(bundle.model, ImageModel) else None,
+    )
+
+
+def _shown(found: Reconstruction) -> list[Tensor]:
+    """Return the recovered images that can be shown: NaN is no picture."""
+    return (
+        [image.detach().cpu() for image in found.images if image.isfinite().all()] if found.images is not None else []
+    )
+
+
+def _defenses(known: Knowledge) -> Sequence[Mapping[str, Any]]:
+    return known.defenses or ()

@@ -1,0 +1,1 @@
+"""The client: a private batch goes in, an update comes out."""

@@ -1,0 +1,410 @@
+"""The client's side: a private batch goes in, an update comes out, and only an `Observation` passes the wall."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradaudit.client.example_gradients import Mode
+from gradaudit.client.examples import Apart, Examples, examples_of
+from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
+from gradaudit.defenses.feedback import ErrorFeedback
+from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.base import Model, TextModel
+from gradaudit.registry import describe
+from gradaudit.selection import Selection
+from gradaudit.streams import draw_seed, global_stream, stream
+from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, Private, PublicImages, Update
+
+M = TypeVar("M", bound=Model)
+
+
+def place_of_feedback(defenses: Sequence[Defense]) -> int:
+    """Return the place of error feedback among defenses.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    for place, defense in enumerate(defenses):
+        if isinstance(defense, ErrorFeedback):
+            return place
+    raise BadInputError("a client without error feedback holds nothing back")
+
+
+@dataclass(frozen=True)
+class Client:
+    """One honest client of a federated training.
+
+    Args:
+        model: the global model it was sent.
+        training: one gradient (the default), or local steps.
+        dropout: train with dropout on, at the rates the model is configured with.
+        freeze: selection expressions of what is not trained ("embeddings", "0-2:q,k,v", ...).
+        defenses: what acts on the text (first; images have no such), on the examples' gradients (at most one, before
+            the rest) and on the update before it leaves, in order.
+        dropout_rate: rate at every place that drops out, in place of the configured ones; None keeps those.
+        padding: side on which a batch's shorter sentences are filled up; on the left their positions start later.
+        clients: how many share the batch in equal parts, each with training and defenses of its own; the server sees
+            the mean of their updates alone, as secure aggregation lets it.
+        held: what error feedback holds back of earlier rounds, [clients, ...] by parameter name; None for nothing. It
+            comes from private examples, like an update.
+
+    Raises:
+        BadInputError: padding on the left of an encoder, whose head reads the first row; a defense of examples'
+            gradients behind another defense; no client; error feedback without a defense behind it that it could
+            feed, or twice.
+        NotSupportedError: a defense of words or of attention on a model of images.
+    """
+
+    model: Model
+    training: LocalTraining = LocalTraining()  # noqa: RUF009 - frozen, so sharing it is safe
+    dropout: bool = False
+    freeze: tuple[str, ...] = ()
+    defenses: tuple[Defense, ...] = ()
+    dropout_rate: float | None = None
+    padding: Literal["right", "left"] = "right"
+    clients: int = 1
+    held: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        text = self.model if isinstance(self.model, TextModel) else None
+        if self.padding == "left" and (text is None or not text.causal):
+            raise BadInputError('padding = "left" is for decoders: an encoder\'s head reads the first position')
+        wordy = [d.name for d in self.defenses if isinstance(d, BatchDefense | RoleDefense)]
+        if text is None and wordy:
+            raise NotSupportedError(
+                f"defense '{wordy[0]}' acts on words or on attention, which a model of images does not have; take one "
+                "that acts on updates or on examples' gradients"
+            )
+        if self.clients < 1:
+            raise BadInputError(f"clients must be at least 1, got {self.clients}")
+        guarded = any(isinstance(d, ExampleDefense) for d in self.defenses)
+        if guarded and self.padding == "left" and text is not None and text.absolute_positions:
+            raise BadInputError(
+                'padding = "left" moves all positions with the longest sentence, so clipping each sentence\'s gradient '
+                "bounds nobody's part; pad on the right"
+            )
+        late = [d.name for d in self._after_batch()[1:] if isinstance(d, ExampleDefense)]
+        if late:
+            raise BadInputError(f"defense '{late[0]}' acts before there is an update: name it once, and first")
+        acting = tuple(d for d in self.defenses if not isinstance(d, ModelDefense))
+        if self._after_batch() != acting[len(acting) - len(self._after_batch()) :]:
+            raise BadInputError("a defense that changes the text acts before all others: name it first")
+        feedback = [place for place, d in enumerate(self.defenses) if isinstance(d, ErrorFeedback)]
+        behind = self.defenses[feedback[-1] + 1 :] if feedback else ()
+        kinds = {type(d) for d in behind if not isinstance(d, ModelDefense)}
+        if feedback and (len(feedback) > 1 or not kinds or not all(issubclass(k, UpdateDefense) for k in kinds)):
+            raise BadInputError(
+                "defense 'error-feedback' is named once, right before the compression, such as topk, whose remainders "
+                "it adds"
+            )
+
+    def _after_batch(self) -> tuple[Defense, ...]:
+        return tuple(d for d in self.defenses if not isinstance(d, BatchDefense | ModelDefense))
+
+    def frozen(self) -> tuple[str, ...]:
+        """Return the names of the parameters that `freeze` and the defenses freeze.
+
+        Raises:
+            BadInputError: an expression that covers a parameter only in part (GPT-2's q alone is a third of one).
+        """
+        # as one selection: a view named twice counts once
+        own = Selection(" ".join(self.freeze)).parameters(self.model) if self.freeze else ()
+        frozen = [d.frozen(self.model) for d in self.defenses if isinstance(d, ModelDefense)]
+        by_role = [d.frozen(self._text()) for d in self.defenses if isinstance(d, RoleDefense)]
+        return tuple(dict.fromkeys(name for some in (own, *frozen, *by_role) for name in some))
+
+    def dropout_in_force(self) -> float:
+        """Return the dropout rate while training, 0.0 where it is off."""
+        return (self._rate() or self.model.dropout_rate()) if self._dropping() else 0.0
+
+    def _rate(self) -> float | None:
+        """Return the dropout rate that takes the configured ones' place; None keeps those."""
+        told = [d.dropout() for d in self.defenses if isinstance(d, ModelDefense)]
+        return next((rate for rate in reversed(told) if rate is not None), self.dropout_rate)
+
+    def _dropping(self) -> bool:
+        return self.dropout or any(isinstance(d, ModelDefense) and d.dropout() is not None for d in self.defenses)
+
+    def _text(self) -> TextModel:
+        assert isinstance(self.model, TextModel)  # `__post_init__` refuses its defenses otherwise
+        return self.model
+
+    def update(self, batch: Private, rng: torch.Generator, expected: float | None = None) -> Update:
+        """Train on the batch and return what leaves the client.
+
+        Args:
+            batch: the private batch.
+            rng: the client's random stream; dropout, minibatch order and defenses each get their own from it.
+            expected: examples a batch has in the mean, where this one was drawn by chance: a defense of examples'
+                gradients divides by it wherever a step takes the whole batch; None for the batch's own.
+
+        Raises:
+            BadInputError: an empty batch, nothing left to train, or a training that diverged.
+        """
+        examples_of(self.model, batch, self.padding)  # refused before anything is drawn
+        seed = draw_seed(rng)
+        _, trained = self._trained()
+        if not trained:
+            raise BadInputError("every parameter is frozen; nothing is trained and nothing is sent")
+        tensors = self._summed(batch, trained, seed, expected)
+        # a sum is finite only where every entry is, and costs a third of looking at each; it may overflow by itself
+        broken = [n for n, t in tensors.items() if not bool(t.sum().isfinite()) and not bool(t.isfinite().all())]
+        if broken:
+            raise BadInputError(
+                f"the update of '{broken[0]}' holds NaN or infinite values: the training diverged or the weights are "
+                "broken; lower the learning rate or mend the model"
+            )
+        return self.made(tensors)
+
+    def _trained(self) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+        frozen = tuple(dict.fromkeys((*self.frozen(), *self.model.untrained())))
+        return frozen, {n: p for n, p in self.model.parameters().items() if n not in frozen}
+
+    def trained(self) -> tuple[str, ...]:
+        """Return the names of the parameters that are trained and sent."""
+        return tuple(self._trained()[1])
+
+    def made(self, tensors: Mapping[str, Tensor]) -> Update:
+        """Return tensors, by parameter name, as this client's update."""
+        frozen, _ = self._trained()
+        return Update(
+            tensors=tensors,
+            kind="gradient" if self.training.optimizer == "none" else "delta",
+            training=self._together(),
+            dropout=self.dropout_in_force(),
+            frozen=frozen,
+            defenses=tuple(describe(d) for d in self.defenses),
+        )
+
+    def silent(self, rng: torch.Generator, expected: float) -> Update:
+        """Return what a client sends whose sampling chose no sentence: the noise of its defense alone.
+
+        Args:
+            rng: the client's random stream.
+            expected: sentences a batch has in the mean.
+
+        Raises:
+            BadInputError: it samples nothing: such a client always has a batch.
+        """
+        guard = self._guard()
+        if guard is None or not guard.sampled or self.training.optimizer != "none":
+            raise BadInputError("a client without sentences sends nothing")
+        _, trained = self._trained()
+        tensors = guard.on_examples(iter(()), trained, expected, stream(draw_seed(rng), "defense", 0, 0))
+        return self.made(tensors)
+
+    def example_gradients(self, batch: Private, rng: torch.Generator) -> dict[str, Tensor]:
+        """Return the gradient of each example of a batch, [B, ...] by parameter name, undefended.
+
+        Args:
+            batch: the private batch.
+            rng: the client's random stream, for dropout.
+
+        Raises:
+            BadInputError: the extra `dp` is missing.
+        """
+        _, trained = self._trained()
+        seed = draw_seed(rng)
+        apart = examples_of(self.model, batch, self.padding).apart_once(trained)
+        chunks = list(apart.chunks(torch.arange(len(batch)), self._part_mode(seed, 0)))
+        if len(chunks) == 1:
+            return chunks[0]
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+    def _summed(
+        self, batch: Private, trained: Mapping[str, Tensor], seed: int, expected: float | None
+    ) -> dict[str, Tensor]:
+        if self.clients == 1:
+            return self._alone(batch, trained, seed, expected, 0)
+        size, rest = divmod(len(batch), self.clients)
+        if rest:
+            raise BadInputError(
+                f"{len(batch)} examples are no equal parts for {self.clients} clients; change batch_size"
+            )
+        total: dict[str, Tensor] = {}
+        for number in range(self.clients):
+            part = batch.part(slice(number * size, (number + 1) * size))
+            own = draw_seed(stream(seed, "client of several", number))
+            one = self._alone(part, trained, own, expected and expected / self.clients, number)
+            total = {name: value + total[name] if total else value for name, value in one.items()}
+        return {name: value / self.clients for name, value in total.items()}
+
+    def _together(self) -> LocalTraining:
+        # clients that step side by side take as many steps as one with all of their data and minibatches
+        how = self.training
+        return how if how.minibatch is None else replace(how, minibatch=how.minibatch * self.clients)
+
+    def _alone(
+        self, batch: Private, trained: Mapping[str, Tensor], seed: int, expected: float | None, number: int
+    ) -> dict[str, Tensor]:
+        for place, defense in enumerate(self.defenses):
+            if isinstance(defense, BatchDefense) and isinstance(batch, Batch):
+                batch = defense.on_batch(self._text(), batch, stream(seed, "defense", place))
+        examples = examples_of(self.model, batch, self.padding)
+        if self.training.optimizer == "none":
+            tensors = self._gradient(examples, len(batch), trained, seed, expected)
+        else:
+            tensors = self._weight_change(examples, len(batch), trained, seed, expected)
+        for place, defense in enumerate(self.defenses):
+            if isinstance(defense, ErrorFeedback) and self.held is not None:
+                tensors = {name: value + self.held[name][number] for name, value in tensors.items()}
+            elif isinstance(defense, UpdateDefense):
+                tensors = defense.on_update(tensors, stream(seed, "defense", place))
+            elif isinstance(defense, RoleDefense):
+                tensors = defense.on_roles(self._text(), tensors, stream(seed, "defense", place))
+        return tensors
+
+    def observe(self, batch: Private, selection: Selection, given: Given, rng: torch.Generator) -> Observation[Model]:
+        """Return what an honest-but-curious server sees of this batch's update: the only way through the wall.
+
+        Args:
+            batch: the private batch.
+            selection: which gradients it sees.
+            given: which facts it is given beside them.
+            rng: the client's random stream.
+        """
+        update = self.update(batch, rng)
+        return observation(self.model, update, selection, self.knowledge(batch, update, given))
+
+    def knowledge(self, batch: Private, update: Update, given: Given) -> Knowledge:
+        """Return the values of the facts that are given away; images have no lengths."""
+        lengths = tuple(len(s) for s in batch.sequences()) if isinstance(batch, Batch) else None
+        labels = None if batch.labels is None else tuple(int(y) for y in batch.labels)
+        return Knowledge(
+            batch_size=len(batch) if given.batch_size else None,
+            lengths=lengths if given.lengths else None,
+            longest=max(lengths) if given.longest and lengths is not None else None,
+            labels=labels if given.labels else None,
+            training=update.training if given.training else None,
+            dropout=update.dropout if given.dropout else None,
+            defenses=update.defenses if given.defenses else None,
+        )
+
+    def _gradient(
+        self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
+    ) -> dict[str, Tensor]:
+        everything = torch.arange(size)
+        guard = self._guard()
+        if guard is not None:
+            return self._guarded(guard, examples.apart_once(trained), everything, expected or float(size), seed, 0)
+        with self._mode(seed, 0):
+            loss = examples.loss(everything, None)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return {
+            name: (torch.zeros_like(p) if g is None else g).detach()
+            for (name, p), g in zip(trained.items(), found, strict=True)
+        }
+
+    def _weight_change(
+        self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
+    ) -> dict[str, Tensor]:
+        guard = self._guard()
+        apart = None if guard is None else examples.apart(trained)
+        local = (
+            {n: p.detach().clone().requires_grad_() for n, p in trained.items()} if apart is None else apart.parameters
+        )
+        fixed = {n: p.detach() for n, p in self.model.parameters().items() if n not in local}
+        how = self.training
+        optimizer: torch.optim.Optimizer
+        if how.optimizer == "sgd":
+            optimizer = torch.optim.SGD(local.values(), lr=how.learning_rate)
+        else:
+            optimizer = torch.optim.AdamW(local.values(), lr=how.learning_rate, weight_decay=how.weight_decay)
+        for step, rows in enumerate(self._minibatches(size, seed)):
+            grads: Mapping[str, Tensor | None]
+            if guard is not None and apart is not None:
+                whole = len(rows) == size and how.minibatch is None
+                mean = float(min(how.minibatch or size, size)) if guard.sampled else float(len(rows))
+                divisor = expected if whole and expected else mean
+                grads = self._guarded(guard, apart, rows, divisor, seed, step)
+            else:
+                with self._mode(seed, step):
+                    loss = examples.loss(rows, fixed | local)
+                    found = torch.autograd.grad(loss, list(local.values()), allow_unused=True)
+                grads = dict(zip(local, found, strict=True))
+            for name, p in local.items():
+                p.grad = grads[name]
+            optimizer.step()
+        return {n: (p - trained[n]).detach() for n, p in local.items()}
+
+    def _guard(self) -> ExampleDefense | None:
+        return next((d for d in self.defenses if isinstance(d, ExampleDefense)), None)
+
+    def _guarded(
+        self,
+        guard: ExampleDefense,
+        apart: Apart,
+        rows: Tensor,
+        expected: float,
+        seed: int,
+        step: int,
+    ) -> dict[str, Tensor]:
+        chunks = apart.chunks(rows, self._part_mode(seed, step)) if len(rows) else iter(())
+        rng = stream(seed, "defense", 0, step)
+        return guard.on_examples(chunks, apart.parameters, expected, rng)
+
+    def _part_mode(self, seed: int, step: int) -> Mode:
+        def mode(model: Model, part: int) -> AbstractContextManager[None]:
+            # hooks take gradients in training mode only, so no dropout is a rate of 0 there
+            if not self._dropping():
+                return model.training_mode(0.0)
+            return _DropoutOn(model, stream(seed, "dropout", step, part), self._rate())
+
+        return mode
+
+    def _minibatches(self, size: int, seed: int) -> Iterator[Tensor]:
+        order = stream(seed, "minibatch order")
+        guard, most = self._guard(), self.training.minibatch or size
+        for _ in range(self.training.epochs):
+            if most >= size:
+                yield torch.arange(size)
+            elif guard is not None and guard.sampled:
+                for _ in range(-(-size // most)):
+                    yield (torch.rand(size, generator=order) < most / size).nonzero().flatten()
+            else:
+                yield from torch.split(torch.randperm(size, generator=order), most)
+
+    def _mode(self, seed: int, step: int) -> AbstractContextManager[None]:
+        if not self._dropping():
+            return nullcontext()
+        return _DropoutOn(self.model, stream(seed, "dropout", step), self._rate())
+
+
+class _DropoutOn(AbstractContextManager[None]):
+    """Training mode with the masks drawn from one stream; evaluation mode after."""
+
+    def __init__(self, model: Model, rng: torch.Generator, rate: float | None) -> None:
+        self._random = global_stream(rng, model.device)
+        self._mode = model.training_mode(rate)
+
+    def __enter__(self) -> None:
+        self._random.__enter__()
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(None, None, None)
+        self._random.__exit__(None, None, None)
+
+
+def observation(
+    model: M, update: Update, selection: Selection, knowledge: Knowledge, public: PublicImages | None = None
+) -> Observation[M]:
+    """Return the selected part of an update as an attack may see it, beside what the attacker has from elsewhere."""
+    if public is not None:
+        knowledge = replace(knowledge, public=public.where)
+    tensors, views = selection.take(model, update.tensors)
+    return Observation(
+        model=model,
+        tensors=tensors,
+        views=views,
+        kind=update.kind,
+        knowledge=knowledge,
+        selection=selection.expression,
+        public=public,
+    )

@@ -1,0 +1,103 @@
+"""Which data a case names, and how its batches are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# strict, so that True is not taken for column 1
+ColumnNumber = Annotated[int, Field(strict=True, ge=0)]
+
+
+class SourceSpec(BaseModel):
+    """Where rows come from, and which of their columns are used."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: Literal["sample", "digits", "words"] | None = Field(
+        default=None,
+        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub; "words", in '
+        "[public] only, for words drawn by their frequency (gradaudit[words])",
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="local file (csv, tsv, jsonl, parquet, txt, tokens; images: parquet or a folder of classes), from "
+        "the case file's or current folder",
+    )
+    hub: str | None = Field(
+        default=None, min_length=1, description="id of a data set on the Hugging Face hub (gradaudit[data])"
+    )
+    config: str | None = Field(default=None, description="configuration of the hub data set")
+    split: str = Field(default="train", min_length=1, description="split of the hub data set")
+    header: bool = Field(default=True, description="whether the first line of a csv or tsv names the columns")
+    text: str | ColumnNumber = Field(
+        default="text", description="column of the text: a name, or a number counted from 0"
+    )
+    image: str | ColumnNumber = Field(default="image", description="column of the encoded images: a name, or a number")
+    label: str | ColumnNumber | None = Field(
+        default=None,
+        description="column of the class label: a name, or a number counted from 0; the sample and images have theirs",
+    )
+    shuffle_seed: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**32 - 1,
+        description="numpy seed that shuffles the rows first (the papers use 101); file order without it",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sample_when_none_given(cls, given: Any) -> Any:
+        # filled in here, not read as a default, so that both ways of writing it give one content hash
+        if isinstance(given, Mapping) and all(given.get(name) is None for name in ("source", "path", "hub")):
+            return {**given, "source": "sample"}
+        return given
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("source", "path", "hub") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; keep one of source, path and hub")
+        for name, asked in (("config", self.config is not None), ("split", self.split != "train")):
+            if asked and self.hub is None:
+                raise ValueError(f"{name} is for hub data sets only; remove it or name the data set with hub")
+        return self
+
+
+class DataSpec(SourceSpec):
+    """Which rows an audit attacks: a source, its columns, and how the batches are drawn from it."""
+
+    batch_size: int = Field(default=1, ge=1, description="texts or images a batch")
+    batches: int = Field(default=1, ge=1, description="number of batches")
+    skip: int = Field(default=0, ge=0, description="rows of the drawn order to pass over first")
+    window: int | None = Field(
+        default=None,
+        ge=2,
+        description="cut the rows, joined, into windows of so many tokens, without special tokens; task causal-lm",
+    )
+
+    @model_validator(mode="after")
+    def _real(self) -> Self:
+        if self.source == "words":
+            raise ValueError('source = "words" is drawn by chance, nobody\'s data: it is for [public]')
+        return self
+
+
+class PublicSpec(SourceSpec):
+    """[public]: what the attacker has, for attacks that learn; none of it is in an audited batch."""
+
+    rows: int | None = Field(
+        default=None,
+        ge=1,
+        description="at most so many rows, windows or images; all when not set (20,000 words' texts)",
+    )
+    language: str = Field(default="en", min_length=1, description='of source = "words": a code, as "en" or "de"')
+
+    @model_validator(mode="after")
+    def _language_of_words(self) -> Self:
+        if self.language != "en" and self.source != "words":
+            raise ValueError('language is for source = "words" only; remove it')
+        return self

@@ -1,0 +1,250 @@
+"""Where the private batches come from: the embedded sample, a local file, or a hub id."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradaudit.data.columns import labels_of, pick, texts_of
+from gradaudit.data.files import _read, found_file, hub_table
+from gradaudit.data.frequencies import drawn_texts
+from gradaudit.data.spec import PublicSpec, SourceSpec
+from gradaudit.data.tables import Table, decoded, jsonl, parquet, separated
+from gradaudit.errors import BadInputError
+from gradaudit.models.base import TextModel
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.types import Batch
+
+SAMPLE = Path(__file__).parent / "sample.jsonl"
+"""The embedded sample: original sentences with the columns text, label and sensitive."""
+
+ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet", ".txt", ".tokens")
+"""The file endings `load_rows` reads."""
+
+
+_DRAWN = 20_000
+"""Texts of words drawn by their frequency."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every row of a data source, in its own order.
+
+    Args:
+        texts: the texts as they stand in the source, empty ones included.
+        labels: class number of each row, 0 to C - 1; None when no label column was named.
+        classes: what the source calls class 0, 1, ..., in order; empty without labels.
+        where: the source in words, for messages and records.
+        sha256: of the file's bytes; for a hub data set, of its texts and labels.
+        ids: token ids of each row where rows are windows; None where texts are still to be encoded.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...] | None
+    classes: tuple[str, ...]
+    where: str
+    sha256: str
+    ids: tuple[tuple[int, ...], ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+def load_rows(spec: SourceSpec, base: Path) -> Rows:
+    """Return all rows of the source a spec names.
+
+    Blank lines of csv, tsv and jsonl files are not rows; in a txt file every line is one.
+
+    Args:
+        spec: the source and its columns.
+        base: folder that a relative path starts from (the case file's); the current folder is tried after it.
+
+    Raises:
+        BadInputError: the source cannot be read, or does not hold what the spec asks for.
+    """
+    if spec.hub is not None:
+        table, declared = hub_table(spec.hub, spec, spec.label)
+        return _rows(table, spec.text, spec.label, declared, None)
+    if spec.source == "digits":
+        raise BadInputError('source = "digits" has images: set task = "image-classification", or leave source away')
+    if spec.source == "words":
+        assert isinstance(spec, PublicSpec)  # others refuse it
+        texts = drawn_texts(spec.language, _DRAWN, spec.shuffle_seed or 0)
+        where = f"words drawn by their frequency (wordfreq, {spec.language})"
+        return Rows(texts, None, (), where, hashlib.sha256("\n".join(texts).encode()).hexdigest())
+    if spec.path is None:
+        data = SAMPLE.read_bytes()
+        label = "label" if spec.label is None else spec.label
+        return _rows(jsonl(data, "the embedded sample"), spec.text, label, (), data)
+    file = found_file(spec.path, base)
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        shown = f"the ending '{ending}'" if ending else "no ending"
+        raise BadInputError(
+            f"{spec.path} has {shown} and so no known format; rename or convert it to one of {', '.join(ENDINGS)}"
+        )
+    data = _read(file, spec.path)
+    if ending in (".txt", ".tokens"):
+        return _text_lines(data, spec)
+    if ending == ".parquet":
+        table = parquet(data, spec.path)
+    elif ending == ".jsonl":
+        table = jsonl(data, spec.path)
+    else:
+        table = separated(data, spec.path, spec.header, tab=ending == ".tsv")
+    return _rows(table, spec.text, spec.label, (), data)
+
+
+def make_batch(
+    model: TextModel,
+    texts: Sequence[str],
+    labels: Sequence[int] | None,
+    ids: Sequence[Sequence[int]] | None = None,
+) -> Batch:
+    """Return the batch a client trains on: encoded, padded on the right, on the CPU.
+
+    A causal language model takes the text as its own label, so `labels` are left out of its batches.
+
+    Args:
+        model: encodes the texts and says which id pads.
+        texts: the B texts; at least one.
+        labels: class number of each text; None without.
+        ids: token ids of each text; encoded when None.
+
+    Raises:
+        BadInputError: there is no text, or the labels do not fit a classification model.
+    """
+    if not texts:
+        raise BadInputError("a batch needs at least one text; give one or more")
+    classes: torch.Tensor | None = None
+    if model.spec.task == "classification":
+        if labels is None:
+            raise BadInputError(
+                "a classification model needs a label for each text and none are there; "
+                "name the label column with label, or set the model's task to 'causal-lm'"
+            )
+        if len(labels) != len(texts):
+            raise BadInputError(f"{len(texts)} texts came with {len(labels)} labels; give one label for each text")
+        wrong = [label for label in labels if not 0 <= label < model.spec.labels]
+        if wrong:
+            raise BadInputError(
+                f"label {wrong[0]} is outside the model's {model.spec.labels} classes "
+                f"(0 to {model.spec.labels - 1}); set the model's labels to the number of classes in the data"
+            )
+        classes = torch.tensor(list(labels), dtype=torch.long)
+    encoded = [model.encode(text) for text in texts] if ids is None else [(list(row), False) for row in ids]
+    longest = max(len(row) for row, _ in encoded)
+    padded = torch.full((len(encoded), longest), model.special.pad, dtype=torch.long)
+    mask = torch.zeros((len(encoded), longest), dtype=torch.bool)
+    for row, (tokens, _) in enumerate(encoded):
+        padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        mask[row, : len(tokens)] = True
+    return Batch(
+        ids=padded,
+        mask=mask,
+        labels=classes,
+        texts=tuple(texts),
+        truncated=sum(was_cut for _, was_cut in encoded),
+    )
+
+
+def numbered(rows: Rows, head: Sequence[str] | None) -> Rows:
+    """Return rows whose classes have the numbers that a model's trained head gives them.
+
+    Args:
+        rows: numbered by the classes that occur in them, as every source is read.
+        head: what the head calls its classes, in order; None for a head yet to be trained, which takes any numbers.
+
+    Returns:
+        The rows as they are where their classes are neither the head's names nor its numbers.
+    """
+    if head is None or rows.labels is None:
+        return rows
+    numbers = tuple(map(str, range(len(head))))
+    for names in (tuple(head), numbers):
+        if set(rows.classes) <= set(names):
+            labels = tuple(names.index(rows.classes[label]) for label in rows.labels)
+            return replace(rows, labels=labels, classes=names)
+    return rows
+
+
+def _text_lines(data: bytes, spec: SourceSpec) -> Rows:
+    where = str(spec.path)
+    for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
+        if asked:
+            raise BadInputError(
+                f"{where} is a txt file, one text a line without columns; "
+                f"remove {name}, or give a csv, tsv, jsonl or parquet file"
+            )
+    # not splitlines, which also breaks a text at form feeds and Unicode separators
+    texts = tuple(line.removesuffix("\n") for line in io.StringIO(decoded(data, where), newline=None))
+    if not texts:
+        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    return Rows(texts, None, (), where, hashlib.sha256(data).hexdigest())
+
+
+def _rows(
+    table: Table,
+    text: str | int,
+    label: str | int | None,
+    declared: tuple[str, ...],
+    data: bytes | None,
+) -> Rows:
+    texts = texts_of(table, pick(table, "text", text))
+    labels: tuple[int, ...] | None = None
+    classes: tuple[str, ...] = ()
+    if label is not None:
+        labels, classes = labels_of(table, pick(table, "label", label), declared)
+    if data is None:
+        pairs = zip(texts, labels or [None] * len(texts), strict=True)
+        data = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
+    return Rows(texts, labels, classes, table.where, hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True)
+class _Sentences:
+    model: TransformersModel
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows.texts)
+
+    @property
+    def where(self) -> str:
+        return self.rows.where
+
+    def can_train(self, row: int) -> bool:
+        return bool(self.rows.texts[row].strip())
+
+    def apart(self, rows: Sequence[int], test: Sequence[int]) -> list[int]:
+        held = [_plain(self.rows.texts[row]) for row in test]
+        every = "\n".join(held)
+
+        def shares_nothing(row: int) -> bool:
+            text = _plain(self.rows.texts[row])  # neither a part of a tested text, nor one that holds a tested one
+            return text not in every and not any(one in text for one in held)
+
+        return [row for row in rows if shares_nothing(row)]
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        assert self.rows.labels is not None
+        return make_batch(self.model, [self.rows.texts[n] for n in rows], [self.rows.labels[n] for n in rows])
+
+    @torch.no_grad()
+    def said(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        batch, device = self.batch(rows), self.model.device
+        assert batch.labels is not None
+        logits = self.model.logits(ids=batch.ids.to(device), mask=batch.mask.to(device))
+        return logits.argmax(1).cpu(), batch.labels
+
+
+def _plain(text: str) -> str:
+    # spaces around, so that a part of a text is whole words of it
+    return f" {' '.join(text.lower().split())} "

@@ -1,0 +1,118 @@
+"""Files that a kill cannot leave half written, and folders that one program at a time writes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ValidationError
+
+from gradaudit.errors import BadInputError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def append_line(path: Path, item: BaseModel, private: bool = False) -> None:
+    """Append one JSON line and force it to disk, so that a killed run loses nothing that was finished.
+
+    Raises:
+        BadInputError: the disk refuses (full, read-only); what was written before stays.
+    """
+    try:
+        data = item.model_dump_json().encode("utf8", errors="replace") + b"\n"
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600 if private else 0o644)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.write(handle, data[done:])
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise BadInputError(
+            f"cannot write {path} ({error.strerror}); what was finished before is kept, make room and run again"
+        ) from None
+
+
+def read_lines(path: Path, kind: type[M]) -> Iterator[M]:
+    """Yield the items of a JSONL file; a last line cut short by a kill is passed over.
+
+    Raises:
+        BadInputError: a line that is not of this kind.
+    """
+    if not path.exists():
+        return
+    # bytes, split at \n alone: recovered text may hold other line separators, and a kill may cut a character
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield kind.model_validate_json(line)
+        except ValidationError as error:
+            raise BadInputError(f"{path} line {number} is not a {kind.__name__} ({error.errors()[0]['msg']})") from None
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder for this program while the block runs; the system lets go of it when a program is killed.
+
+    Args:
+        folder: a run's folder; made if it is not there.
+
+    Raises:
+        BadInputError: another program holds it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = FileLock(folder / ".lock").acquire(timeout=0)
+    except Timeout:
+        raise BadInputError(
+            f"another gradaudit is writing into {folder}; wait until it has finished, or choose another --out"
+        ) from None
+    except OSError as error:
+        raise BadInputError(f"cannot make folder {folder} ({error.strerror}); choose another --out") from None
+    with held:
+        yield
+
+
+@contextmanager
+def replacing(path: Path, private: bool = False) -> Iterator[Path]:
+    """Give a fresh file to write, which takes the place of another when the block ends: whole, or not at all.
+
+    Args:
+        path: of the file that is replaced or made; its folder is there.
+        private: whether its owner alone may read it.
+
+    Raises:
+        OSError: the disk refuses; what was there before stays.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-", suffix=path.suffix)
+    os.close(handle)
+    draft = Path(name)
+    try:
+        yield draft
+        with open(draft, "rb") as file:
+            os.fsync(file.fileno())
+        # mkstemp makes files for the owner alone, and a writer may have made another in its place
+        draft.chmod(0o600 if private else 0o644)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_page(path: Path, html: str, private: bool) -> Path:
+    """Write a page; see `replacing`.
+
+    Raises:
+        BadInputError: the disk refuses.
+    """
+    try:
+        with replacing(path, private) as draft:
+            draft.write_bytes(html.encode())
+    except OSError as error:
+        raise BadInputError(f"cannot write {path} ({error.strerror}); make room or choose another folder") from None
+    return path

@@ -1,0 +1,1 @@
+"""The judge: sees the private batch and the reconstruction together."""

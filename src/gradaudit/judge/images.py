@@ -1,0 +1,49 @@
+"""Recovered images against the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradaudit.data.png import png
+from gradaudit.metrics.images import ALIKE_DB, Scores, align_images, mean_scores
+from gradaudit.metrics.perceptual import Perceptual
+from gradaudit.record import ImageMarks
+from gradaudit.types import ImageBatch, Reconstruction
+
+
+@dataclass(frozen=True)
+class ImageJudgment:
+    """Recovered images against the truth.
+
+    Args:
+        scores: means over the batch.
+        images: scores of each original, in the batch's order.
+        originals, recovered: base64 PNG of each; None where nothing was recovered.
+        alike: every image was recovered so well that it hardly differs (PSNR).
+    """
+
+    scores: Scores
+    images: tuple[ImageMarks, ...]
+    originals: tuple[str, ...]
+    recovered: tuple[str | None, ...]
+    alike: bool
+
+
+def judge_images(batch: ImageBatch, found: Reconstruction, perceptual: Perceptual | None = None) -> ImageJudgment:
+    """Compare a reconstruction with the batch: aligned once, one to one; see `align_images` for what is missing.
+
+    Args:
+        batch: the truth.
+        found: what the attack returned; an empty one scores as a failure.
+        perceptual: measures LPIPS; None for not at all.
+    """
+    originals = batch.images.cpu()
+    pairs = align_images(originals, None if found.images is None else found.images.cpu(), perceptual)
+    marks = tuple(ImageMarks.model_validate({"found": p.guess is not None} | p.scores) for p in pairs)
+    return ImageJudgment(
+        scores=mean_scores(pairs),
+        images=marks,
+        originals=tuple(png(p.original) for p in pairs),
+        recovered=tuple(None if p.guess is None else png(p.guess) for p in pairs),
+        alike=all(m.found and (m.psnr or 0.0) >= ALIKE_DB for m in marks),
+    )

@@ -1,0 +1,122 @@
+"""Recovered sentences against the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.data.sensitive import spans
+from gradaudit.metrics import text as metrics
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.record import SentenceMarks
+from gradaudit.types import Batch, Reconstruction
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """A reconstruction against the truth.
+
+    Args:
+        scores: ours.
+        published: the papers' own, by name.
+        sensitive: share of sensitive spans found, None without spans.
+        sentences: word marks, in the batch's order.
+        originals, recovered: the texts behind them.
+        original_words, recovered_words: the words the marks stand for.
+        all_exact: every sentence has equal token ids.
+    """
+
+    scores: metrics.Scores
+    published: dict[str, metrics.Scores]
+    sensitive: float | None
+    sentences: tuple[SentenceMarks, ...]
+    originals: tuple[str, ...]
+    recovered: tuple[str | None, ...]
+    original_words: tuple[tuple[str, ...], ...]
+    recovered_words: tuple[tuple[str, ...], ...]
+    all_exact: bool
+
+
+def sentence(model: TransformersModel, ids: Sequence[int]) -> metrics.Sentence:
+    """Return a sentence ready for comparison: special tokens stripped, and the text that keeps them."""
+    content = tuple(model.content(list(ids)))
+    return metrics.Sentence(content, model.decode(content), str(model.tokenizer.decode(list(ids))))
+
+
+def judge(model: TransformersModel, batch: Batch, found: Reconstruction, published: Sequence[str] = ()) -> Judgment:
+    """Compare a reconstruction with the batch: aligned once, one to one, missing guesses count 0.
+
+    Args:
+        model: gives the texts of token ids.
+        batch: the truth.
+        found: what the attack returned.
+        published: names of the papers' scorings to compute beside ours.
+    """
+    originals = [sentence(model, ids) for ids in batch.sequences()]
+    guesses = [sentence(model, ids) for ids in found.sequences]
+    pairs = metrics.align(originals, guesses)
+    words = [
+        (metrics.split_words(p.original.text), metrics.split_words(p.guess.text) if p.guess else []) for p in pairs
+    ]
+    certificate = _certificates(pairs, guesses, found)
+    marked = []
+    for (original, guess), pair, proof in zip(words, pairs, certificate, strict=True):
+        on_guess, on_original = metrics.marks(original, guess)
+        marked.append(
+            SentenceMarks(
+                recovered=on_guess,
+                original=on_original,
+                certificate=proof,
+                rougeL=pair.rouge["rougeL"],
+                exact=pair.guess is not None and pair.guess.ids == pair.original.ids,
+            )
+        )
+    recovered = tuple(None if p.guess is None else p.guess.text for p in pairs)
+    return Judgment(
+        scores=metrics.score(pairs),
+        published={name: metrics.PUBLISHED[name](originals, guesses) for name in published},
+        sensitive=metrics.sensitive_share([spans(text) for text in batch.texts], recovered),
+        sentences=tuple(marked),
+        originals=tuple(p.original.text for p in pairs),
+        recovered=recovered,
+        original_words=tuple(tuple(o) for o, _ in words),
+        recovered_words=tuple(tuple(g) for _, g in words),
+        all_exact=all(m.exact for m in marked),
+    )
+
+
+def _certificates(
+    pairs: Sequence[metrics.Pair], guesses: Sequence[metrics.Sentence], found: Reconstruction
+) -> list[str | None]:
+    if found.certificates is None:
+        return [None] * len(pairs)
+    # by identity: two guesses may be equal and certified differently
+    by_guess = {id(g): c for g, c in zip(guesses, found.certificates, strict=True)}
+    return [by_guess.get(id(p.guess)) for p in pairs]
+
+
+def _matched(model: TransformersModel, batch: Batch, found: Reconstruction) -> Reconstruction:
+    """Return a reconstruction of no more sentences than the batch has: those that are held against its own."""
+    if len(found.sequences) <= len(batch.ids):
+        return found
+    guesses = [sentence(model, ids) for ids in found.sequences]
+    pairs = metrics.align([sentence(model, ids) for ids in batch.sequences()], guesses)
+    kept = {id(pair.guess) for pair in pairs}
+    chosen = [n for n, guess in enumerate(guesses) if id(guess) in kept]
+    labels = None if found.labels is None else tuple(found.labels[n] for n in chosen)
+    return Reconstruction(tuple(found.sequences[n] for n in chosen), labels)
+
+
+def _as_batch(model: TransformersModel, found: Reconstruction, truth: Batch) -> Batch:
+    rows = [list(s) for s in found.sequences]
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([row + [model.special.pad] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
+    labels: Tensor | None = None
+    if truth.labels is not None:
+        known = found.labels if found.labels is not None else tuple(truth.labels.tolist())
+        labels = torch.tensor([known[i % len(known)] for i in range(len(rows))])
+    return Batch(ids=ids, mask=mask, labels=labels, texts=())

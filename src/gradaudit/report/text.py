@@ -1,0 +1,211 @@
+"""Text in the report: what a batch's line says, and recovered text beside the original, hidden by default."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from gradaudit.record import Record, SentenceMarks, Texts
+from gradaudit.report import sections
+from gradaudit.report.visible import block, clip
+from gradaudit.report.wording import _NONE, MARKS, _number
+from gradaudit.verdict.level import BLIND
+from gradaudit.verdict.text import sentence_count
+
+
+def _facts(rows: dict[str, list[sections.Row]], records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Return the few numbers a reader should see first: name, number, and what to hold it against."""
+    attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
+    facts: list[tuple[str, str, str]] = []
+    exact: dict[tuple[str, str], tuple[int, int]] = {}
+    for record in records:
+        if record.attack != BLIND:
+            found, total = exact.get((record.setting, record.attack), (0, 0))
+            found += sum(marks.exact for marks in record.sentences)
+            exact[record.setting, record.attack] = (found, total + sentence_count(record))
+    if exact and any(record.sentences for record in records):
+        (where, attack), (found, total) = max(exact.items(), key=lambda item: item[1][0] / max(1, item[1][1]))
+        by = f"{attack}, {where}" if found else "by any one attack"
+        facts.append(("Sentences read back exactly", f"{found} of {total}", by))
+    scored = [(setting, row) for setting, row in attacks if row.main.interval and row.main.interval.mean is not None]
+    if scored:
+        setting, row = max(scored, key=lambda item: (item[1].main.interval or _NONE).mean or 0.0)
+        best = row.main.interval or _NONE
+        against = f"{row.attack}, {setting}; blind guessing {_number(row.main.blind)}"
+        facts.append(("Highest mean ROUGE-L", _number(best.mean), against))
+        worst = max((row.main.interval or _NONE).worst or 0.0 for _, row in scored)
+        facts.append(("Worst batch, ROUGE-L", _number(worst), "of 100, by any attack"))
+    if attacks:
+        batches, failed = sum(row.n for _, row in attacks), sum(row.failed for _, row in attacks)
+        facts.append(
+            (
+                "Batches judged",
+                f"{batches - failed} of {batches}",
+                f"{failed} failed, counted as 0" if failed else "none failed",
+            )
+        )
+    return facts
+
+
+Key = tuple[str, str, int, str]
+
+
+_WORDS_A_SENTENCE = 80
+
+
+_LETTERS_A_WORD = 60
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word, or the block that stands for it, with its mark ("" where none is known)."""
+
+    text: str
+    mark: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One side of a sentence: its words, how many more were left out, and the marks counted in words."""
+
+    words: tuple[Word, ...]
+    left_out: int
+    tally: str
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One original sentence and what was recovered of it; `recovered` is None where nothing was."""
+
+    batch: int
+    number: int
+    original: Line
+    recovered: Line | None
+    exact: bool
+    rougeL: float | None  # noqa: N815 - the field's name for it
+    certificate: str | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The sentences of one attack in one setting: those shown, and how many there are in all."""
+
+    setting: str
+    attack: str
+    shown: tuple[Sentence, ...]
+    total: int
+    exact: int
+
+    @property
+    def left_out(self) -> int:
+        """Return how many sentences the report does not show."""
+        return self.total - len(self.shown)
+
+
+def sentence_pairs(
+    records: Sequence[Record],
+    texts: Iterable[Texts],
+    show_text: bool,
+    order: Sequence[tuple[str, str]],
+    most: int,
+    budget: int,
+) -> list[Pair]:
+    """Return the sentences to show for each (setting, attack), the first of each.
+
+    Args:
+        records: whose marks are shown.
+        texts: the private words; they give only the rough length of blocks unless `show_text`.
+        show_text: show words instead of blocks.
+        order: of the (setting, attack) pairs; pairs without sentences are passed over.
+        most: sentences a pair at most.
+        budget: words in all, about.
+    """
+    private = {_key(item): item for item in texts}
+    found: dict[tuple[str, str], list[tuple[Record, int]]] = {}
+    for record in sorted(records, key=lambda r: r.batch):
+        count = max(len(record.sentences), _count(private.get(_key(record))))
+        found.setdefault((record.setting, record.attack), []).extend((record, i) for i in range(count))
+    ordered = [pair for pair in order if found.get(pair)]
+    takes = _takes([[_words(record, i) for record, i in found[pair]] for pair in ordered], most, budget)
+    return [
+        Pair(
+            setting=pair[0],
+            attack=pair[1],
+            shown=tuple(sentence_of(r, i, private.get(_key(r)), show_text) for r, i in found[pair][:take]),
+            total=len(found[pair]),
+            exact=sum(i < len(r.sentences) and r.sentences[i].exact for r, i in found[pair]),
+        )
+        for pair, take in zip(ordered, takes, strict=True)
+    ]
+
+
+def _takes(costs: Sequence[Sequence[int]], most: int, budget: int) -> list[int]:
+    """Return how many sentences each pair may show: the same number for all, as the budget allows."""
+    for take in range(most, 0, -1):
+        if sum(sum(cost[:take]) for cost in costs) <= budget:
+            return [min(take, len(cost)) for cost in costs]
+    takes = []
+    for cost in costs:
+        budget -= cost[0]
+        takes.append(1 if budget >= 0 else 0)
+    return takes
+
+
+def _words(record: Record, index: int) -> int:
+    if index >= len(record.sentences):
+        return 2 * _WORDS_A_SENTENCE
+    marks = record.sentences[index]
+    # A sentence's frame (heading, badges, tallies) takes about as much room as eight words.
+    return 8 + min(_WORDS_A_SENTENCE, len(marks.original)) + min(_WORDS_A_SENTENCE, len(marks.recovered))
+
+
+def sentence_of(record: Record, index: int, private: Texts | None, show_text: bool) -> Sentence:
+    """Return one sentence of a record beside what was recovered of it.
+
+    Args:
+        record: whose marks are shown.
+        index: of the sentence, from 0.
+        private: the batch's words; they give only the rough length of blocks unless `show_text`.
+        show_text: show words instead of blocks.
+    """
+    marks: SentenceMarks | None = record.sentences[index] if index < len(record.sentences) else None
+    original = _at(private.original_words, index) if private else ()
+    recovered = _at(private.recovered_words, index) if private else ()
+    ours = _line(original, marks.original if marks else (), show_text)
+    theirs = _line(recovered, marks.recovered if marks else (), show_text)
+    return Sentence(
+        batch=record.batch,
+        number=index + 1,
+        original=ours,
+        recovered=theirs if theirs.words else None,
+        exact=marks.exact if marks else False,
+        rougeL=marks.rougeL if marks else None,
+        certificate=marks.certificate if marks else None,
+    )
+
+
+def _line(words: Sequence[str], marks: Sequence[str], show_text: bool) -> Line:
+    paired = list(zip_longest(words, marks))
+    shown = tuple(
+        Word(clip(word, _LETTERS_A_WORD) if show_text and word is not None else block(word), mark or "")
+        for word, mark in paired[:_WORDS_A_SENTENCE]
+    )
+    return Line(shown, max(0, len(paired) - _WORDS_A_SENTENCE), _tally(Counter(marks)))
+
+
+def _tally(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{counts[mark]} {name}" for mark, (name, _) in MARKS.items() if counts.get(mark))
+
+
+def _at(items: Sequence[tuple[str, ...]], index: int) -> tuple[str, ...]:
+    return items[index] if index < len(items) else ()
+
+
+def _count(private: Texts | None) -> int:
+    return len(private.original_words) if private else 0
+
+
+def _key(item: Record | Texts) -> Key:
+    return item.case, item.setting, item.batch, item.attack

@@ -1,0 +1,1 @@
+"""Many cases along axes, what their defenses cost, and both together."""

@@ -1,0 +1,358 @@
+"""A sweep: one case and axes along which it varies; every point is a case of its own, in a folder of its own."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import itertools
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from gradaudit.audit import run as audit
+from gradaudit.audit.fitting import INVERTERS
+from gradaudit.audit.prepare import Prepared, PreparedImages, prepare
+from gradaudit.case import Case, case_data, parse_case
+from gradaudit.data.text import Rows, load_rows
+from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
+from gradaudit.leakage.matching.compiled import asked as compile_steps
+from gradaudit.leakage.matching.compiled import compiling
+from gradaudit.machine import ready_process
+from gradaudit.metrics.summary import summarize
+from gradaudit.models.base import Model
+from gradaudit.progress import step
+from gradaudit.record import IMAGE_SCORES, SCORES, Record, Summary
+from gradaudit.sweeps.utility import Utility, UtilityTable, kept_utility
+from gradaudit.workspace import learned_in
+
+MOST = 10_000
+"""Points of one sweep: more are a slip of the pen."""
+TABLE, UTILITY = "sweep.csv", "utility"
+COSTS = ("accuracy", "f1", "mcc", "mcc_low", "mcc_high", "epsilon", "delta")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a sweep.
+
+    Args:
+        values: what each axis is set to, in words, by the axis' key.
+        case: the case there.
+    """
+
+    values: Mapping[str, str]
+    case: Case
+
+    @property
+    def title(self) -> str:
+        """The point in words."""
+        return ", ".join(f"{key} {value}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep's file says.
+
+    Args:
+        points: all combinations of the axes, the last axis changing fastest.
+        utility: how the cost of the client's defenses is measured; None: it is not.
+    """
+
+    points: tuple[Point, ...]
+    utility: UtilityTable | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a point gave.
+
+    Args:
+        point: the point.
+        summary: over its batches; None where it could not be run.
+        records: of every batch.
+        error: why it could not be run.
+        utility: what training with this client gives; None where it was not asked for or cannot be measured.
+        no_utility: why it cannot be measured.
+        refused: the attack does not support the case, and said so before any batch.
+    """
+
+    point: Point
+    summary: Summary | None
+    records: tuple[Record, ...] = ()
+    error: str | None = None
+    utility: Utility | None = None
+    no_utility: str | None = None
+    refused: bool = False
+
+    @property
+    def unsupported(self) -> bool:
+        """Whether the attack says that it does not support this case, so that there is nothing to score."""
+        return self.refused or (bool(self.records) and all(r.unsupported for r in self.records))
+
+    @property
+    def failed(self) -> str | None:
+        """Why there is no score at all here; None where some batch was attacked."""
+        if self.summary is None:
+            return self.error
+        return self.records[0].error if self.summary.failed == self.summary.n else None
+
+
+def load_sweep(path: Path, settings: Sequence[str] = ()) -> Sweep:
+    """Return the sweep of a TOML file.
+
+    Args:
+        path: a case with an [axes] table, keys of the case with a list of values each, and perhaps a [utility] table.
+        settings: "data.batches=2" assignments, as for one case.
+
+    Raises:
+        BadInputError: no axes, an axis that is no list or empty, a point that is no case, or two that are the same.
+    """
+    data = case_data(path, settings)
+    axes: dict[str, list[Any]] = {}
+    for key, values in _axes(data.pop("axes", {})):
+        if key in axes:
+            raise BadInputError(f"axis '{key}' is given twice, with and without quotes")
+        axes[key] = values
+    cost = data.pop("utility", None)
+    if not axes:
+        raise BadInputError(f"{path} has no [axes] table; give keys with lists of values, or use 'gradaudit run'")
+    count = 1
+    for values in axes.values():
+        count *= len(values)
+    if count > MOST:
+        raise BadInputError(f"{path} has {count} points; at most {MOST} are run")
+    points = [_point(data, axes, combination) for combination in itertools.product(*axes.values())]
+    seen: dict[str, Point] = {}
+    for point in points:
+        same = seen.setdefault(point.case.content_hash(), point)
+        if same is not point:
+            raise BadInputError(f"two points are the same case: {same.title}; and {point.title}")
+    try:
+        return Sweep(tuple(points), None if cost is None else UtilityTable.model_validate(cost))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise unknown_name("key in [utility]", key, UtilityTable.model_fields) from None
+        place = f"utility.{key}" if key else "[utility]"
+        raise BadInputError(f"{place}: {first['msg']}, got {first['input']!r}") from None
+
+
+def _axes(table: Any, before: str = "") -> Iterator[tuple[str, list[Any]]]:
+    if not isinstance(table, dict):
+        raise BadInputError("[axes] must be a table of keys with lists of values")
+    for key, value in table.items():
+        if isinstance(value, dict):  # data.batch_size without quotes is a table in TOML
+            yield from _axes(value, f"{before}{key}.")
+        elif isinstance(value, list) and value:
+            yield f"{before}{key}", value
+        else:
+            raise BadInputError(f"axis '{before}{key}' needs a list of values, got {value!r}")
+
+
+def _point(data: Mapping[str, Any], axes: Mapping[str, list[Any]], values: Sequence[Any]) -> Point:
+    made = copy.deepcopy(dict(data))
+    for key, value in zip(axes, values, strict=True):
+        *path, last = key.split(".")
+        table = made
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise BadInputError(f"axis '{key}': '{part}' is a value, not a table")
+        if last in table:
+            raise BadInputError(f"'{key}' is set and is an axis as well; keep one of the two")
+        table[last] = value
+    said = {key: _words(value) for key, value in zip(axes, values, strict=True)}
+    try:
+        return Point(said, parse_case(made))
+    except BadInputError as error:
+        raise BadInputError(f"at {', '.join(f'{k} {v}' for k, v in said.items())}: {error}") from None
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        rest = [f"{key}={_words(item)}" for key, item in value.items() if key != "name"]
+        return " ".join([str(value.get("name", "")), *rest]).strip()
+    if isinstance(value, list):
+        return "; ".join(map(_words, value)) or "none"
+    return str(value)
+
+
+def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int = 1) -> Iterator[Result]:
+    """Run every point into its own folder and yield what it gave; what is finished is read, not run again.
+
+    Args:
+        sweep: its points, and how utility is measured.
+        base: folder that relative data paths start from.
+        out: holds a folder a case, by its hash, and the table of all.
+        device: where models go.
+        jobs: processes that share the points; results come in the points' order with one, as they are ready with more.
+
+    Raises:
+        BadInputError: the folder cannot be written.
+    """
+    found: dict[int, Result] = {}
+    for number, result in (
+        _one_by_one(sweep, base, out, device) if jobs == 1 else _shared(sweep, base, out, device, jobs)
+    ):
+        found[number] = result
+        _write(out / TABLE, [found[n] for n in sorted(found)])
+        step("points", len(found), len(sweep.points))
+        yield result
+
+
+class _Held:
+    """The last model and the last data that a process read: most points of a sweep share them."""
+
+    def __init__(self) -> None:
+        self._model: tuple[str, Model] | None = None
+        self._rows: tuple[str, Rows] | None = None
+
+    def prepared(self, case: Case, base: Path, device: torch.device) -> Prepared | PreparedImages:
+        """Return `audit.prepare`'s result; what it raises, it raises."""
+        source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed", "window"})
+        data = json.dumps([source, str(base)], default=str)
+        whose = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, str(device), data], default=str)
+        # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
+        model = self._model[1] if self._model is not None and self._model[0] == whose and case.lora is None else None
+        rows = self._rows[1] if self._rows is not None and self._rows[0] == data else None
+        if rows is None and case.task != "image-classification":
+            self._rows = (data, rows := load_rows(case.data, base))
+        ready = prepare(case, base, device, model, rows)
+        if case.lora is None:
+            self._model = (whose, ready.model)
+        return ready
+
+
+_HELD = _Held()
+"""Of a process that runs points for another."""
+
+
+def _one_by_one(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iterator[tuple[int, Result]]:
+    held = _Held()
+    for number, point in enumerate(sweep.points):
+        yield number, _run(point, sweep.utility, base, out, device, held)
+
+
+def _shared(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int) -> Iterator[tuple[int, Result]]:
+    """Run points in processes of their own; those of one client in the same, so that its utility is found once."""
+    groups: dict[str, list[tuple[int, Point]]] = {}
+    for number, point in enumerate(sweep.points):
+        client = {
+            k: v for k, v in point.case.resolved().items() if k not in ("attack", "knowledge", "selection", "name")
+        }
+        groups.setdefault(json.dumps(client, sort_keys=True, default=str), []).append((number, point))
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    stop = how.Event()
+    pool = ProcessPoolExecutor(jobs, how, _ready, (os.getpid(), threads, stop))
+    try:
+        waiting = [
+            pool.submit(_run_some, [p for _, p in group], sweep.utility, base, out, device, compile_steps())
+            for group in groups.values()
+        ]
+        numbers = dict(zip(waiting, groups.values(), strict=True))
+        for done in as_completed(waiting):
+            yield from zip([n for n, _ in numbers[done]], done.result(), strict=True)
+    except BrokenProcessPool:
+        raise BadInputError(
+            "a process of the sweep was killed, perhaps for want of memory; finished points are kept, run it again "
+            "with fewer --jobs"
+        ) from None
+    except BaseException:
+        stop.set()  # an interrupt ends only the point that a process is at, and it would take the next one
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _ready(parent: int, threads: int, stop: Event) -> None:
+    """Set a process up, and let it end when it is told to, or the one that started it is gone, however it went."""
+    ready_process()
+    torch.set_num_threads(threads)
+
+    def watch() -> None:
+        while os.getppid() == parent and not stop.wait(1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run_some(
+    points: Sequence[Point], cost: UtilityTable | None, base: Path, out: Path, device: torch.device, compiled: bool
+) -> list[Result]:
+    with compiling(compiled):
+        return [_run(point, cost, base, out, device, _HELD) for point in points]
+
+
+def _run(
+    point: Point,
+    cost: UtilityTable | None,
+    base: Path,
+    out: Path,
+    device: torch.device,
+    held: _Held,
+) -> Result:
+    records: list[Record] = []
+    case = point.case
+    try:
+        ready = held.prepared(case, base, device)
+        with learned_in(out / audit.LEARNED):  # points with the same public data learn once
+            for record in audit.run(ready, out / case.content_hash(), inverters=out / INVERTERS):
+                records.append(record)
+                step(f"batches: {point.title}", len(records), len(ready.batches))
+    except AuditError as error:
+        return Result(point, None, error=str(error), refused=isinstance(error, NotSupportedError))
+    summary = summarize(records)[0]
+    if cost is None:
+        return Result(point, summary, tuple(records))
+    try:
+        found = kept_utility(out / UTILITY, case, cost, ready.model, ready.rows)
+    except AuditError as error:  # what was attacked is not lost by it
+        return Result(point, summary, tuple(records), no_utility=str(error))
+    return Result(point, summary, tuple(records), utility=found)
+
+
+def _write(path: Path, results: Sequence[Result]) -> None:
+    axes = list(results[0].point.values)
+    images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
+    names, main = (IMAGE_SCORES, "mse") if images else (SCORES, "rougeL")
+    sides = [f"{name} {part}" for name in names for part in ("mean", "low", "high")]
+    rows = []
+    for result in results:
+        row: dict[str, Any] = dict(result.point.values) | {"case": result.point.case.content_hash()}
+        row["error"] = result.failed or ""
+        if result.summary is not None:
+            found = result.summary
+            row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds}
+            row |= {
+                "flags": " ".join(found.flags),
+                f"blind {main}": found.baseline[main].mean if main in found.baseline else None,
+            }
+            if result.utility is not None:
+                row |= {name: value for name, value in asdict(result.utility).items() if name in COSTS}
+            for name in found.scores.keys() & set(names):
+                value = found.scores[name]
+                row |= {f"{name} mean": value.mean, f"{name} low": value.low, f"{name} high": value.high}
+        rows.append(row)
+    columns = [*axes, "batches", "failed", *sides, f"blind {main}", *COSTS, "seconds", "flags", "error", "case"]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf8", newline="") as file:
+            table = csv.DictWriter(file, columns, restval="")
+            table.writeheader()
+            table.writerows(rows)
+    except OSError as error:
+        raise BadInputError(f"cannot write {path} ({error.strerror}); choose another --out") from None

@@ -1,0 +1,1 @@
+"""When a run says that private data leaks."""

@@ -1,0 +1,115 @@
+"""Where long work keeps what it has finished: attacks ask for it, whoever runs them says where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gradaudit.files import replacing
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Places on disk; None: nothing is kept.
+
+    Args:
+        learned: folder of what attacks learn from public data, by its content.
+        unfinished: file of what the attack on the batch at hand has found so far.
+    """
+
+    learned: Path | None = None
+    unfinished: Path | None = None
+
+
+_current: ContextVar[Workspace] = ContextVar("gradaudit_workspace", default=Workspace())  # noqa: B039 - frozen
+
+
+@contextmanager
+def _working_in(workspace: Workspace) -> Iterator[None]:
+    token = _current.set(workspace)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def kept_in(path: Path) -> Iterator[None]:
+    """Let attacks inside the block keep their state in a file, which is removed when the block ends without error.
+
+    Args:
+        path: of the file; its folder is made when something is kept.
+    """
+    with _working_in(replace(_current.get(), unfinished=path)):
+        yield
+    path.unlink(missing_ok=True)
+    if path.parent.exists() and not any(path.parent.iterdir()):
+        path.parent.rmdir()
+
+
+def keep(state: Mapping[str, Tensor]) -> None:
+    """Keep the state of the attack that runs; nothing happens where no one asked for it.
+
+    Args:
+        state: tensors by name; what was kept before is replaced as a whole. It may hold recovered text.
+    """
+    path = _current.get().unfinished
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with replacing(path, private=True) as fresh:
+        save_file({name: tensor.detach().contiguous().cpu().clone() for name, tensor in state.items()}, fresh)
+
+
+def kept() -> dict[str, Tensor] | None:
+    """Return what a run that was stopped has kept; None for nothing, or for a file that cannot be read."""
+    path = _current.get().unfinished
+    if path is None or not path.exists():
+        return None
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError):
+        return None  # begun anew: the same seed gives the same answer
+
+
+@contextmanager
+def learned_in(folder: Path) -> Iterator[None]:
+    """Let attacks inside the block keep what they learn in a folder, or in that of the outermost such block."""
+    now = _current.get()
+    with _working_in(replace(now, learned=now.learned or folder)):
+        yield
+
+
+def learned(
+    key: str, shapes: Mapping[str, tuple[int, ...]], make: Callable[[], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return what was learned under a key, learning it where it is not kept yet.
+
+    Args:
+        key: hash of all that decides it, the public data included; letters and digits.
+        shapes: of its tensors; a file with others, or none that can be read, is learned anew.
+        make: learns it.
+    """
+    place = _current.get().learned
+    path = None if place is None else place / f"{key}.safetensors"
+    if path is not None and path.is_file():
+        try:
+            with safe_open(path, framework="pt") as file:
+                if {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()} == dict(shapes):  # noqa: SIM118
+                    # copies: what is read is a window onto the file, which may be replaced
+                    return {n: file.get_tensor(n).clone() for n in shapes}
+        except (SafetensorError, OSError):
+            pass  # cut short or damaged
+    found = {n: t.detach().cpu().contiguous().clone() for n, t in make().items()}
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as fresh:
+            save_file(found, fresh)
+    return found
