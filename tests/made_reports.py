@@ -10,8 +10,12 @@ from typing import Any
 
 from gradaudit.files import append_line
 from gradaudit.flags import FLAGS
-from gradaudit.record import SCORES, Diagnosis, Interval, Mark, Record, RunInfo, SentenceMarks, Spectrum, Summary, Texts
+from gradaudit.record import Diagnosis, Interval, Mark, Record, RunInfo, SentenceMarks, Spectrum, Summary, Texts
 from gradaudit.report.render import render_html
+from gradaudit.scores import SCORES
+
+TEXT_SCORES = SCORES["text"].names
+
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -83,8 +87,8 @@ def make_record(**changed: Any) -> Record:
         "setting": "dropout off",
         "batch": 0,
         "attack": "decode",
-        "scores": dict.fromkeys(SCORES, 12.0),
-        "baseline": dict.fromkeys(SCORES, 8.0),
+        "scores": dict.fromkeys(TEXT_SCORES, 12.0),
+        "baseline": dict.fromkeys(TEXT_SCORES, 8.0),
         "load": 0.11,
         "tokens": 42,
         "batch_size": 2,
@@ -130,8 +134,8 @@ def make_summaries(records: Sequence[Record]) -> list[Summary]:
             attack=attack,
             n=len(own),
             failed=sum(r.error is not None for r in own),
-            scores={name: interval([r.scores.get(name) for r in own]) for name in SCORES},
-            baseline={name: interval([r.baseline.get(name) for r in own]) for name in SCORES},
+            scores={name: interval([r.scores.get(name) for r in own]) for name in TEXT_SCORES},
+            baseline={name: interval([r.baseline.get(name) for r in own]) for name in TEXT_SCORES},
             sensitive=interval([r.sensitive for r in own]) if any(r.sensitive is not None for r in own) else None,
             seconds=sum(r.seconds for r in own) / len(own),
             flags=tuple(dict.fromkeys(flag for r in own for flag in r.flags)),
@@ -156,8 +160,8 @@ def make_run(batches: int = 3) -> tuple[list[Record], list[Texts]]:
                     setting=setting,
                     attack=attack,
                     batch=batch,
-                    scores={**dict.fromkeys(SCORES, score), "exact": 50.0 if read else 0.0},
-                    baseline={**dict.fromkeys(SCORES, 7.9), "exact": 0.0},
+                    scores={**dict.fromkeys(TEXT_SCORES, score), "exact": 50.0 if read else 0.0},
+                    baseline={**dict.fromkeys(TEXT_SCORES, 7.9), "exact": 0.0},
                     published={"LAMP": {"rouge1": score + 4, "rouge2": score, "rougeL": score + 3}},
                     flags=(next(iter(FLAGS)),) if attack == "tag" else (),
                     error=error,

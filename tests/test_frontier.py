@@ -11,11 +11,14 @@ from xml.etree import ElementTree
 import pytest
 
 from gradaudit.case import parse_case
-from gradaudit.record import SCORES, Interval, Record, SentenceMarks, Summary
+from gradaudit.record import Interval, Record, SentenceMarks, Summary
 from gradaudit.report.frontier_page import frontier_svg, write_frontiers
+from gradaudit.scores import SCORES
 from gradaudit.sweeps.frontier import frontiers
 from gradaudit.sweeps.sweep import Point, Result
 from gradaudit.sweeps.utility import Utility
+
+TEXT_SCORES = SCORES["text"].names
 
 
 def interval(mean: float) -> Interval:
@@ -31,8 +34,8 @@ def result(
     case = parse_case({"attack": {"name": attack}, "defense": defense, "data": {"batch_size": size}} | over)
     words = "none" if sigma is None else f"gaussian sigma={sigma}"
     told = Interval(mean=leak, low=leak - 1, high=leak + 1 if high is None else high, worst=leak, n=4)
-    scores = dict.fromkeys(SCORES, told) | {"exact": interval(exact)}
-    blind = {n: interval(10.0) for n in SCORES} | {"exact": interval(0.0)}
+    scores = dict.fromkeys(TEXT_SCORES, told) | {"exact": interval(exact)}
+    blind = {n: interval(10.0) for n in TEXT_SCORES} | {"exact": interval(0.0)}
     summary = Summary(
         case="c",
         setting="s",

@@ -23,7 +23,8 @@ from gradaudit.models.spec import ModelSpec
 from gradaudit.record import ImageMarks, Interval, Record, Summary
 from gradaudit.registry import build
 from gradaudit.streams import stream
-from gradaudit.sweeps.frontier import PIXELS, frontiers
+from gradaudit.sweeps.frontier import frontiers
+from gradaudit.sweeps.measure import MEASURES
 from gradaudit.sweeps.sweep import Point, Result
 from gradaudit.sweeps.utility import Utility, UtilityTable, utility
 from gradaudit.types import ImageBatch, LocalTraining
@@ -160,7 +161,7 @@ def result(error: float, mcc: float, attack: str = "ig", psnr: float = 10.0, sig
 def test_the_leak_is_the_share_of_the_blind_error_that_is_explained():
     (found,) = frontiers([result(0.06, 70), result(0.02, 70, "gigip")])
     (point,) = found.points
-    assert point.measure is PIXELS
+    assert point.measure is MEASURES["images"]
     assert (point.attack, point.blind) == ("gigip", 0.0), "the lower error is the stronger attack"
     assert point.leak.mean == pytest.approx(80)
     assert (point.leak.low, point.leak.high) == (pytest.approx(70), pytest.approx(90))

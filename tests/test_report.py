@@ -9,13 +9,13 @@ import pytest
 
 from gradaudit.flags import FLAGS
 from gradaudit.record import (
-    SCORES,
     Mark,
 )
 from gradaudit.report.render import MOST_BYTES
 from gradaudit.report.sections import threats
 from gradaudit.report.visible import Veil, block, visible
 from gradaudit.report.wording import KNOWLEDGE
+from gradaudit.scores import SCORES
 from made_reports import (
     HOSTILE,
     ORIGINAL,
@@ -28,6 +28,9 @@ from made_reports import (
     make_texts,
     page,
 )
+
+TEXT_SCORES = SCORES["text"].names
+
 
 # --- the page ---
 
@@ -210,7 +213,7 @@ def test_random_weights_are_said_at_the_top() -> None:
 
 
 def test_undefined_scores_and_single_batches_have_no_interval() -> None:
-    record = make_record(scores={**dict.fromkeys(SCORES, 12.0), "rouge2": None}, sentences=(make_marks(),))
+    record = make_record(scores={**dict.fromkeys(TEXT_SCORES, 12.0), "rouge2": None}, sentences=(make_marks(),))
     html = page(records=[record], texts=[], info=make_info(model={}, data={}, versions={}, settings={}))
     assert Markup(html).open == []
     assert "[" not in Markup(html).text.split("Scores by setting")[1].split("The load is")[0]

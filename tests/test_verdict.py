@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 
 from gradaudit.record import (
-    SCORES,
     Record,
     Spectrum,
 )
 from gradaudit.report.spectrum import spectrum_svg
+from gradaudit.scores import SCORES
 from gradaudit.verdict.run import verdict, verdicts
 from made_reports import (
     make_marks,
     make_record,
     make_summaries,
 )
+
+TEXT_SCORES = SCORES["text"].names
+
 
 # --- the drawing ---
 
@@ -67,8 +70,8 @@ def judge(*records: Record) -> Any:
 
 def scored(value: float, **changed: Any) -> Record:
     return make_record(
-        scores={**dict.fromkeys(SCORES, value), "exact": changed.pop("exact", 0.0)},
-        baseline={**dict.fromkeys(SCORES, 8.0), "exact": changed.pop("guessed", 0.0)},
+        scores={**dict.fromkeys(TEXT_SCORES, value), "exact": changed.pop("exact", 0.0)},
+        baseline={**dict.fromkeys(TEXT_SCORES, 8.0), "exact": changed.pop("guessed", 0.0)},
         **changed,
     )
 
@@ -138,7 +141,7 @@ def test_inconclusive_when_nothing_was_judged() -> None:
 
 
 def test_without_truth_certificates_judge() -> None:
-    unknown: dict[str, Any] = {"scores": dict.fromkeys(SCORES), "baseline": dict.fromkeys(SCORES)}
+    unknown: dict[str, Any] = {"scores": dict.fromkeys(TEXT_SCORES), "baseline": dict.fromkeys(TEXT_SCORES)}
     assert judge(make_record(**unknown, certificates={"proven": 1})).level == "leaks"
     assert judge(make_record(**unknown, certificates={"likely": 2})).level == "partly"
     assert judge(make_record(**unknown, certificates={"guess": 2})).level == "not shown"

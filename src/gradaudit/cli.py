@@ -133,13 +133,15 @@ def run(
     from gradaudit.leakage.matching.compiled import compiling
     from gradaudit.machine import ready_process
     from gradaudit.metrics.summary import summarize
+    from gradaudit.models.spec import kind_of
     from gradaudit.progress import step
     from gradaudit.report.render import render
     from gradaudit.report.terminal import progress_bars, summary_tables
+    from gradaudit.scores import SCORES
 
     limits = parse(fail_on)
     case = load_case(case_file, set_)
-    check_scores(limits, case.task == "image-classification", case.metrics.lpips is not None)
+    check_scores(limits, SCORES[kind_of(case.task)], ["lpips"] if case.metrics.lpips is not None else [])
     # by its hash, so that another setting does not meet this one's records
     folder = folder or Path("out") / f"{case_file.stem}-{case.content_hash()[:8]}"
     ready_process()

@@ -9,20 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
 M = TypeVar("M", bound=BaseModel)
-
-SCORES = ("rouge1", "rouge2", "rougeL", "token_accuracy", "exact")
-"""Score names every record has; 0 to 100. `exact` is the share of sentences with equal token ids."""
-
-IMAGE_SCORES = ("mse", "psnr", "ssim", "lpips")
-"""Score names of records of images; None where one was not measured."""
-LOWER_LEAKS = frozenset({"mse", "lpips"})
-"""Scores of which a low value means that much leaked."""
 
 Mark = Literal["right", "misplaced", "wrong", "missing"]
 """A word of a recovered text against the original: right place, right word in the wrong place, wrong, not found."""
@@ -164,11 +155,6 @@ class Record(_Plain):
     details: dict[str, Any] = {}
     images: tuple[ImageMarks, ...] = ()
     images_baseline: tuple[ImageMarks, ...] = ()
-
-
-def score_names(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return the names of the scores that records have: those of images or those of text."""
-    return IMAGE_SCORES if any(name in r.scores for r in records for name in IMAGE_SCORES) else SCORES
 
 
 class Pictures(_Plain):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gradaudit.errors import BadInputError, unknown_name
-from gradaudit.record import IMAGE_SCORES, SCORES, Summary
+from gradaudit.record import Summary
+from gradaudit.scores import SCORES, Scores
 
+_SENSITIVE = "sensitive"
+"""Share of names and numbers found: of text, and no score of its own."""
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
@@ -18,9 +21,9 @@ class Threshold:
     """A condition on a mean score, such as exact > 0.
 
     Args:
-        score: one of `SCORES`, of images one of `IMAGE_SCORES`, or "sensitive".
+        score: name of a score, or "sensitive".
         sign: ">=", ">", "<=" or "<".
-        value: 0 to 100, or in the unit of an image score.
+        value: in the score's unit.
     """
 
     score: str
@@ -29,7 +32,7 @@ class Threshold:
 
     def crossed(self, summary: Summary) -> bool:
         """Return whether the run's mean score meets the condition; an undefined score does not."""
-        interval = summary.sensitive if self.score == "sensitive" else summary.scores.get(self.score)
+        interval = summary.sensitive if self.score == _SENSITIVE else summary.scores.get(self.score)
         if interval is None or interval.mean is None:
             return False
         return bool(_COMPARE[self.sign](interval.mean, self.value))
@@ -38,24 +41,24 @@ class Threshold:
         return f"{self.score}{self.sign}{self.value:g}"
 
 
-def check_scores(thresholds: Sequence[Threshold], images: bool, lpips: bool) -> None:
+def check_scores(thresholds: Sequence[Threshold], scores: Scores, measured: Collection[str] = ()) -> None:
     """Refuse thresholds that a run could never cross, because it has no such score.
 
     Args:
         thresholds: of `--fail-on`.
-        images: the run is of images.
-        lpips: it measures LPIPS.
+        scores: of the run's kind of data.
+        measured: which of its optional scores are measured.
 
     Raises:
         BadInputError: names the first such score.
     """
-    names = [n for n in IMAGE_SCORES if lpips or n != "lpips"] if images else [*SCORES, "sensitive"]
+    names = [name for name in scores.names if name not in scores.optional or name in measured]
+    names += [_SENSITIVE] * (scores.kind == "text")
     for one in thresholds:
         if one.score not in names:
-            kind = "images" if images else "text"
             raise BadInputError(
-                f"--fail-on {one}: a run of {kind} has no score '{one.score}' here, so nothing would ever cross it; it "
-                f"has {', '.join(names)}"
+                f"--fail-on {one}: a run of {scores.kind} has no score '{one.score}' here, so nothing would ever cross "
+                f"it; it has {', '.join(names)}"
             )
 
 
@@ -71,7 +74,7 @@ def parse(texts: Sequence[str]) -> list[Threshold]:
         if match is None:
             raise BadInputError(f"--fail-on takes SCORE>VALUE, for example rougeL>20 or exact>0; got '{text}'")
         name, sign, value = match.groups()
-        known = (*SCORES, *IMAGE_SCORES, "sensitive")
+        known = (*(name for kind in SCORES for name in SCORES[kind].names), _SENSITIVE)
         if name not in known:
             raise unknown_name("score", name, known)
         try:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import bootstrap
 
-from gradaudit.record import LOWER_LEAKS, Interval, Record, Summary, score_names
+from gradaudit.record import Interval, Record, Summary
+from gradaudit.scores import scores_of
 
 
 def interval(values: Sequence[float | None], low_is_worst: bool = False) -> Interval:
@@ -38,7 +39,7 @@ def summarize(records: Sequence[Record]) -> list[Summary]:
         groups.setdefault((record.setting, record.attack), []).append(record)
     out = []
     for (setting, attack), rows in groups.items():
-        names = score_names(rows)
+        kind = scores_of(name for row in rows for name in row.scores)
         sensitive = interval([r.sensitive for r in rows])
         flags = {flag for r in rows for flag in r.flags} | ({"few-batches"} if len(rows) < 10 else set())
         out.append(
@@ -48,8 +49,8 @@ def summarize(records: Sequence[Record]) -> list[Summary]:
                 attack=attack,
                 n=len(rows),
                 failed=sum(r.error is not None for r in rows),
-                scores={name: interval([r.scores.get(name) for r in rows], name in LOWER_LEAKS) for name in names},
-                baseline={name: interval([r.baseline.get(name) for r in rows], name in LOWER_LEAKS) for name in names},
+                scores={s.name: interval([r.scores.get(s.name) for r in rows], s.low_leaks) for s in kind.all},
+                baseline={s.name: interval([r.baseline.get(s.name) for r in rows], s.low_leaks) for s in kind.all},
                 sensitive=sensitive if sensitive.n else None,
                 seconds=float(np.median([r.seconds for r in rows])),
                 flags=tuple(sorted(flags)),

@@ -3,7 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+TASKS: dict[str, str] = {"classification": "text", "causal-lm": "text", "image-classification": "images"}
+"""The kind of data of each task; a new kind adds its own."""
+
+
+def kind_of(task: str) -> str:
+    """Return the kind of data of a task.
+
+    Raises:
+        ValueError: there is no such task.
+    """
+    if task not in TASKS:
+        *most, last = (f"'{name}'" for name in TASKS)
+        raise ValueError(f"Input should be {', '.join(most)} or {last}")
+    return TASKS[task]
+
+
+def _known(task: str) -> str:
+    kind_of(task)
+    return task
+
+
+Task = Annotated[str, AfterValidator(_known)]
+"""Name of a task, checked where it is read."""
+Loss = Literal["cross-entropy", "squared"]
+"""What the client minimizes: see `ModelSpec`."""
 
 
 @dataclass(frozen=True)
@@ -12,7 +40,7 @@ class ModelSpec:
 
     Args:
         name: what the user wrote: an embedded name, hub id, folder, or "random:SHAPE".
-        task: "classification" or "causal-lm".
+        task: one of `TASKS`.
         labels: number of classes (classification).
         seed: seed of what is random in it: the fresh classification head, or all weights of a random one.
         layers: keep only the first blocks; None keeps all.
@@ -65,9 +93,3 @@ class Lora:
         """The name shown to people."""
         after = f", after {self.warmup} steps" if self.warmup else ""
         return f"LoRA r = {self.rank} on {self.modules}{after}"
-
-
-Task = Literal["classification", "causal-lm", "image-classification"]
-
-
-Loss = Literal["cross-entropy", "squared"]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from gradaudit.audit.info import IMAGES, TEXTS
 from gradaudit.files import read_lines, write_page
-from gradaudit.record import Pictures, Texts
-from gradaudit.report.images import Shown, shown_image
-from gradaudit.report.text import Sentence, sentence_of
+from gradaudit.report import images, text  # noqa: F401 - each registers its page
+from gradaudit.report.page import page_of
+from gradaudit.report.render import environment
 from gradaudit.report.visible import clip, visible
-from gradaudit.sweeps.frontier import PIXELS, Frontier, OperatingPoint
+from gradaudit.sweeps.frontier import Frontier, OperatingPoint
 
 PAGE = "frontier.html"
 _HERE = Path(__file__).parent
@@ -38,32 +37,32 @@ def write_frontiers(folder: Path, found: Sequence[Frontier], title: str, show_te
     Raises:
         BadInputError: the folder cannot be written.
     """
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
     drawings = [frontier_svg(one) for one in found]
     shown = [[_worst(folder, point, show_text) for point in one.points] for one in found]
-    text = environment.get_template("frontier.html.j2").render(
-        title=visible(title),
-        css=Markup((_HERE / "report.css").read_text(encoding="utf8")),
-        frontiers=list(zip(found, drawings, shown, strict=True)),
-        show_text=show_text,
-        images=any(point.measure is PIXELS for one in found for point in one.points),
-        short=lambda value: clip(visible(value), 120),
+    html = (
+        environment()
+        .get_template("frontier.html.j2")
+        .render(
+            title=visible(title),
+            css=Markup((_HERE / "report.css").read_text(encoding="utf8")),
+            frontiers=list(zip(found, drawings, shown, strict=True)),
+            show_text=show_text,
+            page=page_of(next((point.measure.kind for one in found for point in one.points), "")),
+            short=lambda value: clip(visible(value), 120),
+        )
     )
     for one, drawing in zip(found, drawings, strict=True):
         write_page(folder / f"frontier-{one.batch_size}.svg", _alone(drawing), private=False)
-    return write_page(folder / PAGE, text, private=show_text)
+    return write_page(folder / PAGE, html, private=show_text)
 
 
-def _worst(folder: Path, point: OperatingPoint, show_text: bool) -> Sentence | Shown | None:
+def _worst(folder: Path, point: OperatingPoint, show_text: bool) -> Any:
     if point.worst is None:
         return None
     record, at = point.worst
-    if point.measure is PIXELS:
-        pictures = [p for p in read_lines(folder / record.case / IMAGES, Pictures) if p.batch == record.batch]
-        return shown_image(record, at, pictures[0] if pictures and show_text else None)
-    # the private texts may have been deleted: marks alone are shown then
-    texts = [t for t in read_lines(folder / record.case / TEXTS, Texts) if t.batch == record.batch]
-    return sentence_of(record, at, texts[0] if texts else None, show_text)
+    page = page_of(point.measure.kind)
+    private = [] if page.private is None else read_lines(folder / record.case / page.file, page.private)
+    return page.read_best(record, at, next((p for p in private if p.batch == record.batch), None), show_text)
 
 
 def _alone(drawing: Markup) -> str:

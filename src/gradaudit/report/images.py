@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from gradaudit.record import ImageMarks, Pictures, Record
-from gradaudit.report import sections
-from gradaudit.report.wording import _number
+from gradaudit.report.page import PAGES, Facts, Page, Rows
+from gradaudit.report.wording import number_of
 from gradaudit.verdict.images import recovered
 from gradaudit.verdict.level import BLIND
 
@@ -88,7 +88,7 @@ def _uri(png: str | None) -> Markup | None:
     return None if png is None else Markup("data:image/png;base64," + png)
 
 
-def _image_facts(rows: dict[str, list[sections.Row]], grids: Sequence[Grid]) -> list[tuple[str, str, str]]:
+def _facts(rows: Rows, records: Sequence[Record], grids: Sequence[Grid]) -> Facts:
     """Return the few numbers a reader of an audit of images should see first; see `_facts`."""
     attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
     facts: list[tuple[str, str, str]] = []
@@ -100,11 +100,36 @@ def _image_facts(rows: dict[str, list[sections.Row]], grids: Sequence[Grid]) -> 
     scored = [(setting, row, i) for setting, row in attacks if (i := row.main.interval) and i.mean is not None]
     if scored:
         setting, row, least = min(scored, key=lambda item: item[2].mean or 0.0)
-        against = f"{row.attack}, {setting}; blind guessing {_number(row.main.blind, 4)}"
-        facts.append(("Lowest mean squared error", _number(least.mean, 4), against))
+        against = f"{row.attack}, {setting}; blind guessing {number_of(row.main.blind, 4)}"
+        facts.append(("Lowest mean squared error", number_of(least.mean, 4), against))
         worst = min(i.worst if i.worst is not None else 1.0 for _, _, i in scored)
-        facts.append(("Worst batch, squared error", _number(worst, 4), "the lowest of any attack"))
+        facts.append(("Worst batch, squared error", number_of(worst, 4), "the lowest of any attack"))
         failed = sum(row.failed for _, row in attacks)
         note = f"{failed} failed, given the worst scores there are" if failed else "none failed"
         facts.append(("Batches judged", f"{sum(row.n for _, row in attacks)}", note))
     return facts
+
+
+def _read_best(record: Record, number: int, private: Pictures | None, show: bool) -> Shown:
+    return shown_image(record, number, private if show else None)
+
+
+PAGES.add(
+    "images",
+    Page(
+        template="images.html.j2",
+        words={
+            "question": "How well can private images be read back",
+            "drawn": "SSIM, in hundredths",
+            "failed": "worst",
+            "counts_as": "the worst there is",
+            "truth": "true images",
+            "told": "the share of the blind guess’s mean squared error that the strongest attack that was run explains"
+            ": 100 is the images themselves, 0 no better than the guess without any gradient, or worse",
+        },
+        private=Pictures,
+        file="images.jsonl",
+        facts=_facts,
+        read_best=_read_best,
+    ),
+)

@@ -15,13 +15,15 @@ from pydantic import ValidationError
 from gradaudit.errors import BadInputError
 from gradaudit.files import read_lines, write_page
 from gradaudit.flags import FLAGS
-from gradaudit.record import Pictures, Record, RunInfo, Spectrum, Summary, Texts, score_names
+from gradaudit.record import Pictures, Record, RunInfo, Spectrum, Summary, Texts
 from gradaudit.report import sections
-from gradaudit.report.images import _image_facts, picture_grids
+from gradaudit.report.images import picture_grids
+from gradaudit.report.page import page_of
 from gradaudit.report.spectrum import spectrum_svg
-from gradaudit.report.text import Pair, _facts, sentence_pairs
+from gradaudit.report.text import Pair, sentence_pairs
 from gradaudit.report.visible import Veil, clip, visible
-from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, SCORE_NAMES, _number
+from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, number_of
+from gradaudit.scores import scores_of
 from gradaudit.verdict.level import BLIND
 from gradaudit.verdict.run import WORST_FIRST, Verdicts, verdicts
 
@@ -124,20 +126,23 @@ def _page(
     errors = sections.counted(records, lambda r: [veil(r.error)] if r.error is not None else [])
     notes = sections.counted(records, lambda r: [veil(note) for note in dict.fromkeys(r.notes)])
     spectra = _spectra(records, settings)
-    images = any(r.images for r in records)
-    grids = picture_grids(records, pictures, show_text, order, limits.pictures) if images else []
-    names = [SCORE_NAMES[name] for name in score_names(records)]
+    kind = scores_of(name for r in records for name in r.scores)
+    page = page_of(kind.kind)
+    grids = picture_grids(records, pictures, show_text, order, limits.pictures)
+    names = [score.title for score in kind.all]
     spans = any(row.names_and_numbers.interval for found in rows.values() for row in found)
     return (
-        _environment()
+        environment()
         .get_template("report.html.j2")
         .render(
             css=Markup((_HERE / "report.css").read_text(encoding="utf8")),
             info=info,
             limits=limits,
             verdicts=judged,
-            facts=_image_facts(every_row, grids) if images else _facts(every_row, records),
-            images=images,
+            facts=page.facts(every_row, records, grids),
+            kind=kind,
+            page=page,
+            loads=any(r.load is not None for r in records),
             lpips=any(r.scores.get("lpips") is not None for r in records),
             grids=grids,
             has_pictures=bool(pictures),
@@ -177,8 +182,9 @@ def _page(
     )
 
 
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """Return what fills the report's templates: nothing is printed that is not escaped and visible."""
+    made = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
         undefined=StrictUndefined,
@@ -186,13 +192,13 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = _number
-    environment.filters["clip"] = clip
-    environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:].rstrip(".") + "."
-    environment.filters["factor"] = _factor
-    environment.filters["lines"] = lambda text: Markup("\n").join(visible(line) for line in text.split("\n"))
-    environment.filters["code"] = lambda text: clip(text, 16) if " " not in text else text
-    return environment
+    made.filters["number"] = number_of
+    made.filters["clip"] = clip
+    made.filters["sentence"] = lambda text: text[:1].upper() + text[1:].rstrip(".") + "."
+    made.filters["factor"] = _factor
+    made.filters["lines"] = lambda text: Markup("\n").join(visible(line) for line in text.split("\n"))
+    made.filters["code"] = lambda text: clip(text, 16) if " " not in text else text
+    return made
 
 
 def _shown(value: Any) -> Any:

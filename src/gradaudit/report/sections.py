@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradaudit.record import SCORES, Interval, Record, RunInfo, Summary, score_names
-from gradaudit.report.wording import ALWAYS_GIVEN, DIAGNOSES, KNOWLEDGE, SCORE_DIGITS
+from gradaudit.record import Interval, Record, RunInfo, Summary
+from gradaudit.report.wording import ALWAYS_GIVEN, DIAGNOSES, KNOWLEDGE
+from gradaudit.scores import Scores, scores_of
 from gradaudit.verdict.level import BLIND
 
 Pair = tuple[str, str]
@@ -32,9 +33,9 @@ class Row:
     is_blind: bool
     cells: tuple[Cell, ...]
     main: Cell
-    """The score that the worst batch is told by: ROUGE-L, or MSE of images."""
+    """The score that attacks are ranked by."""
     drawn: Cell
-    """What is drawn, 0 to 100: ROUGE-L, or SSIM of images in hundredths."""
+    """What is drawn, 0 to 100."""
     names_and_numbers: Cell
     n: int
     failed: int
@@ -74,9 +75,14 @@ def pair_order(info: RunInfo, summaries: Sequence[Summary], records: Sequence[Re
     """Return the (setting, attack) pairs in the report's order: the strongest attack first."""
     pairs = dict.fromkeys([(s.setting, s.attack) for s in summaries] + [(r.setting, r.attack) for r in records])
     settings = list(dict.fromkeys([*info.settings, *(setting for setting, _ in pairs)]))
-    score = {(s.setting, s.attack): s.scores["rougeL"].mean or 0.0 for s in summaries if "rougeL" in s.scores}
-    score |= {(s.setting, s.attack): -(s.scores["mse"].mean or 0.0) for s in summaries if "mse" in s.scores}
+    score = {(s.setting, s.attack): strength(s) for s in summaries}
     return sorted(pairs, key=lambda p: (settings.index(p[0]), p[1] == BLIND, -score.get(p, 0.0), p[1]))
+
+
+def strength(summary: Summary) -> float:
+    """Return how much an attack read, by the main score of its kind of data."""
+    kind = scores_of(summary.scores)
+    return kind.strength(summary.scores[kind.main].mean) if kind.main in summary.scores else 0.0
 
 
 def result_rows(summaries: Sequence[Summary], records: Sequence[Record], order: Sequence[Pair]) -> dict[str, list[Row]]:
@@ -93,19 +99,22 @@ def result_rows(summaries: Sequence[Summary], records: Sequence[Record], order: 
 def _row(summary: Summary, own: Sequence[Record]) -> Row:
     is_blind = summary.attack == BLIND
     cells: dict[str, Cell] = {}
-    for name in score_names(own) if own else SCORES:
+    kind = scores_of(summary.scores)
+    for score in kind.all:
+        name = score.name
         blind = summary.baseline.get(name)
         mean = blind.mean if blind and not is_blind else None
-        cells[name] = Cell(summary.scores.get(name), mean, SCORE_DIGITS.get(name, 1))
-    images = "mse" in cells
+        cells[name] = Cell(
+            summary.scores.get(name), mean, score.digits if score.report_digits is None else score.report_digits
+        )
     spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
     loads = [r.load for r in own if r.load is not None]
     return Row(
         attack=summary.attack,
         is_blind=is_blind,
         cells=tuple(cells.values()),
-        main=cells["mse" if images else "rougeL"],
-        drawn=_percent_of(cells["ssim"]) if images else cells["rougeL"],
+        main=cells[kind.main],
+        drawn=_scaled(cells[kind.drawn], kind.drawn_scale),
         names_and_numbers=Cell(summary.sensitive, sum(spans) / len(spans) if spans and not is_blind else None),
         n=summary.n,
         failed=summary.failed,
@@ -114,13 +123,13 @@ def _row(summary: Summary, own: Sequence[Record]) -> Row:
     )
 
 
-def _percent_of(cell: Cell) -> Cell:
-    """Return a score of 0 to 1 as one of 0 to 100."""
+def _scaled(cell: Cell, factor: float) -> Cell:
+    """Return a score times a factor."""
     own = cell.interval
-    if own is None or own.mean is None:
+    if own is None or own.mean is None or factor == 1:
         return cell
-    scaled = {key: None if (v := getattr(own, key)) is None else 100 * v for key in ("mean", "low", "high", "worst")}
-    return Cell(own.model_copy(update=scaled), None if cell.blind is None else 100 * cell.blind)
+    scaled = {key: None if (v := getattr(own, key)) is None else factor * v for key in ("mean", "low", "high", "worst")}
+    return Cell(own.model_copy(update=scaled), None if cell.blind is None else factor * cell.blind)
 
 
 def threats(records: Sequence[Record], order: Sequence[Pair]) -> list[Threat]:
@@ -131,25 +140,24 @@ def threats(records: Sequence[Record], order: Sequence[Pair]) -> list[Threat]:
     for pair in attacks:
         own = [r for r in records if (r.setting, r.attack) == pair]
         names = list(dict.fromkeys(name for record in own for name in record.knowledge))
-        images = any(r.images for r in own)
+        kind = scores_of(name for record in own for name in record.scores)
         given = tuple(
             (
                 name.replace("_", " "),
-                _said(meanings.get(name, ""), images),
+                _said(meanings.get(name, ""), kind),
                 _value([r.knowledge.get(name) for r in own]),
             )
             for name in sorted(names, key=lambda n: [*meanings, n].index(n))
         )
-        unfit = {"lengths", "longest"} if images else set()  # of sentences
-        left = [n for n in KNOWLEDGE if n not in unfit and n not in names]
-        withheld = tuple((n.replace("_", " "), _said(KNOWLEDGE[n], images)) for n in left)
+        left = [n for n in KNOWLEDGE if n not in kind.facts_unfit and n not in names]
+        withheld = tuple((n.replace("_", " "), _said(KNOWLEDGE[n], kind)) for n in left)
         seen = groups.setdefault(repr((given, withheld)), ([], Threat("", given, withheld)))
         seen[0].append(pair)
     return [Threat(_who(pairs, attacks), t.given, t.withheld) for pairs, t in groups.values()]
 
 
-def _said(what: str, images: bool) -> str:
-    return what.replace("sentence", "image") if images else what
+def _said(what: str, kind: Scores) -> str:
+    return what.replace("sentence", kind.example)
 
 
 def _who(pairs: Sequence[Pair], every: Sequence[Pair]) -> str:
@@ -269,7 +277,7 @@ def published_means(
         own = [r for r in records if (r.setting, r.attack) == pair]
         for scoring in dict.fromkeys(name for r in own for name in r.published):
             means: dict[str, float | None] = {}
-            for score in SCORES:
+            for score in scores_of(r for one in own for r in one.scores).names:
                 values = [_published(r, scoring, score) for r in own]
                 known = [v for v in values if v is not None]
                 means[score] = sum(known) / len(known) if known else None

@@ -22,16 +22,9 @@ from gradaudit.bundles.rounds import Rounds
 from gradaudit.errors import AuditError
 from gradaudit.progress import shown_by
 from gradaudit.record import Interval, Mark, Record, Summary, Texts
+from gradaudit.scores import Score, Scores, scores_of
 from gradaudit.sweeps.sweep import Result
 
-SCORE_TITLES = {
-    "rouge1": "R-1",
-    "rouge2": "R-2",
-    "rougeL": "R-L",
-    "token_accuracy": "tok",
-    "exact": "exact",
-}
-IMAGE_TITLES = {"mse": "MSE", "psnr": "PSNR", "ssim": "SSIM", "lpips": "LPIPS"}
 _STYLES: dict[Mark, str] = {"right": "green", "misplaced": "yellow", "wrong": "red", "missing": "dim"}
 _SHAPES: dict[Mark, tuple[str, str]] = {
     "right": ("", ""),
@@ -68,45 +61,38 @@ def progress_bars(console: Console, quiet: bool = False) -> Iterator[None]:
             yield
 
 
-def _cell(value: Interval) -> str:
+_OUT_OF = Score("sensitive", "Names, numbers", "names", 1, 0)
+"""How the share of names and numbers is told."""
+
+
+def _cell(value: Interval, score: Score, between: bool = True) -> str:
     if value.mean is None:
         return "-"
-    if value.low is None or value.high is None or value.low == value.high:
-        return f"{value.mean:.1f}"
-    return f"{value.mean:.1f} [dim]({value.low:.0f}-{value.high:.0f})[/dim]"
+    mean, low, high = f"{value.mean:.{score.digits}f}", value.low, value.high
+    if not between or low is None or high is None or low == high:
+        return mean
+    digits = score.digits if score.interval_digits is None else score.interval_digits
+    return f"{mean} [dim]({low:.{digits}f}-{high:.{digits}f})[/dim]"
 
 
-def _image_cell(value: Interval, digits: int) -> str:
-    if value.mean is None:
-        return "-"
-    low, high = value.low, value.high
-    between = "" if low is None or high is None or low == high else f" [dim]({low:.{digits}f}-{high:.{digits}f})[/dim]"
-    return f"{value.mean:.{digits}f}{between}"
-
-
-_DIGITS = {"mse": 4, "psnr": 1, "ssim": 2, "lpips": 2}
+def _has_names(kind: Scores) -> bool:
+    return kind.kind == "text"
 
 
 def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
     """Return one table a setting: scores with intervals, the blind baseline beside them, seconds, failures."""
     tables: dict[str, Table] = {}
     for row in summaries:
+        kind = scores_of(row.scores)
         if row.setting not in tables:
-            tables[row.setting] = _empty_table(row)
+            tables[row.setting] = _empty_table(row, kind)
         failed = f" ({row.failed} failed)" if row.failed else ""
-        if "mse" in row.scores:
-            tables[row.setting].add_row(
-                row.attack + failed,
-                *(_image_cell(row.scores[name], _DIGITS[name]) for name in IMAGE_TITLES),
-                _image_cell(row.baseline["mse"], _DIGITS["mse"]),
-                f"{row.seconds:.1f}",
-            )
-            continue
+        names = () if not _has_names(kind) else ("-" if row.sensitive is None else _cell(row.sensitive, _OUT_OF),)
         tables[row.setting].add_row(
             row.attack + failed,
-            *(_cell(row.scores[name]) for name in SCORE_TITLES),
-            _cell(row.baseline["rougeL"]),
-            "-" if row.sensitive is None else _cell(row.sensitive),
+            *(_cell(row.scores[score.name], score) for score in kind.all),
+            _cell(row.baseline[kind.main], kind.ranked_by),
+            *names,
             f"{row.seconds:.1f}",
         )
     return list(tables.values())
@@ -114,27 +100,22 @@ def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
 
 def sweep_table(results: Sequence[Result]) -> Table:
     """Return a row a point: its axes, scores, blind, seconds; "not run" where it could not be (see also sweep.csv)."""
+    kind = scores_of(name for r in results if r.summary is not None for name in r.summary.scores)
+    main, costs = kind.ranked_by, any(r.utility is not None for r in results)
+    side, end = ("<", "upper") if main.low_leaks else (">", "lower")
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="0 to 100, in brackets the 95% interval over batches; blind: ROUGE-L without any gradient; >: lower "
-        "bound, the attack does not reckon with a defense or dropout there",
+        caption=f"{kind.said}, in brackets the 95% interval over batches; blind: {main.title} without any gradient; "
+        f"{side}: {end} bound, the attack does not reckon with a defense or dropout there",
         caption_justify="left",
     )
     for key in results[0].point.values:
         table.add_column(escape(key.split(".")[-1]), min_width=10)
-    costs = any(r.utility is not None for r in results)
-    images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
-    if images:
-        table.caption = (
-            "MSE of pixels in 0 to 1 (lower: more leaked), PSNR in dB, in brackets the 95% interval over batches; "
-            "blind: MSE without any gradient; <: upper bound, the attack does not reckon with a defense there"
-        )
-    shown = ("MSE", "PSNR", "SSIM") if images else ("R-1", "R-L", "exact")
-    names = (*shown, "blind", "batches", "s") + (("acc", "mcc", "epsilon") if costs else ())
-    if images and costs:  # what else there is would not fit beside the costs, and is in sweep.csv
-        names = ("MSE", "blind", "s", "acc", "mcc", "epsilon")
-    for name in names:
+    short = costs and kind.beside_costs is not None  # what else there is would not fit, and is in sweep.csv
+    shown = [kind[name] for name in (kind.beside_costs if short and kind.beside_costs else kind.swept)]
+    counts = () if short else ("batches",)
+    for name in (*(s.short for s in shown), "blind", *counts, "s", *(("acc", "mcc", "epsilon") if costs else ())):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         found, values = result.summary, map(escape, result.point.values.values())
@@ -144,51 +125,33 @@ def sweep_table(results: Sequence[Result]) -> Table:
         cost = result.utility
         spent = "-" if cost is None or cost.epsilon is None else shortened(cost.epsilon)
         paid = () if cost is None else (f"{cost.accuracy:.1f}", f"{cost.mcc:.1f}", spent)
-        if "mse" in found.scores:
-            table.add_row(*values, *_image_sweep_cells(found, short=costs), *paid)
-            continue
-        bound = "> " if {"defense-not-modeled", "dropout-not-modeled"} & set(found.flags) else ""
-        one, exact = (f"{found.scores[name].mean or 0:.1f}" for name in ("rouge1", "exact"))
+        bound = f"{side} " if {"defense-not-modeled", "dropout-not-modeled"} & set(found.flags) else ""
+        cells = [_cell(found.scores[s.name], s, between=s is main and not short) for s in shown]
+        bounded = [
+            bound + cell if main.low_leaks is s.low_leaks else cell for cell, s in zip(cells, shown, strict=True)
+        ]
         failed = f" ({found.failed} failed)" if found.failed else ""
-        blind = f"{found.baseline['rougeL'].mean or 0:.1f}"
-        longest = bound + _cell(found.scores["rougeL"])
-        table.add_row(
-            *values, bound + one, longest, bound + exact, blind, f"{found.n}{failed}", f"{found.seconds:.1f}", *paid
-        )
+        blind = _cell(found.baseline[kind.main], main, between=False)
+        batches = () if short else (f"{found.n}{failed}",)
+        table.add_row(*values, *bounded, blind, *batches, f"{found.seconds:.1f}", *paid)
     return table
 
 
-def _image_sweep_cells(found: Summary, short: bool) -> list[str]:
-    bound = "< " if "defense-not-modeled" in found.flags else ""
-    if short:
-        means = [one["mse"].model_copy(update={"low": None}) for one in (found.scores, found.baseline)]
-        error, blind = (_image_cell(mean, _DIGITS["mse"]) for mean in means)
-        return [bound + error, blind, f"{found.seconds:.1f}"]
-    plain = [found.scores[name].model_copy(update={"low": None}) for name in ("psnr", "ssim")]
-    scores = [_image_cell(found.scores["mse"], _DIGITS["mse"]), _image_cell(plain[0], 1), _image_cell(plain[1], 2)]
-    failed = f" ({found.failed} failed)" if found.failed else ""
-    blind = _image_cell(found.baseline["mse"].model_copy(update={"low": None}), _DIGITS["mse"])
-    return [bound + scores[0], *scores[1:], blind, f"{found.n}{failed}", f"{found.seconds:.1f}"]
-
-
-def _empty_table(row: Summary) -> Table:
+def _empty_table(row: Summary, kind: Scores) -> Table:
     batches = f"{row.n} batch{'es' * (row.n > 1)}"
     interval = "; in brackets the 95% interval over batches" if row.n > 1 else ""
-    images = "mse" in row.scores
-    said = "0 to 100; blind: ROUGE-L without any gradient; names: names and numbers found"
-    if images:
-        lpips = row.scores.get("lpips")
-        unmeasured = ", LPIPS not measured" if lpips is None or lpips.mean is None else ""
-        said = f"MSE of pixels in 0 to 1, PSNR in dB{unmeasured}; blind: MSE without any gradient"
+    unmeasured = [n for n in kind.optional if (own := row.scores.get(n)) is None or own.mean is None]
+    said = kind.said + "".join(f", {kind[name].title} not measured" for name in unmeasured)
+    names = "; names: names and numbers found" if _has_names(kind) else ""
     table = Table(
         title=f"[bold]{escape(row.setting)}[/bold], {batches}",
         title_justify="left",
         title_style="",
-        caption=f"{said}{interval}\n",
+        caption=f"{said}; blind: {kind.ranked_by.title} without any gradient{names}{interval}\n",
         caption_justify="left",
     )
     table.add_column("attack")
-    for name in (*IMAGE_TITLES.values(), "blind", "s") if images else (*SCORE_TITLES.values(), "blind", "names", "s"):
+    for name in (*(s.short for s in kind.all), "blind", *(["names"] if _has_names(kind) else []), "s"):
         table.add_column(name, justify="right")
     return table
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from gradaudit.record import Record, SentenceMarks, Texts
-from gradaudit.report import sections
+from gradaudit.report.page import PAGES, Facts, Page, Rows
 from gradaudit.report.visible import block, clip
-from gradaudit.report.wording import _NONE, MARKS, _number
+from gradaudit.report.wording import MARKS, NO_INTERVAL, number_of
 from gradaudit.verdict.level import BLIND
 from gradaudit.verdict.text import sentence_count
 
 
-def _facts(rows: dict[str, list[sections.Row]], records: Sequence[Record]) -> list[tuple[str, str, str]]:
+def _facts(rows: Rows, records: Sequence[Record], shown: Sequence[Pair]) -> Facts:
     """Return the few numbers a reader should see first: name, number, and what to hold it against."""
     attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
     facts: list[tuple[str, str, str]] = []
@@ -31,12 +31,12 @@ def _facts(rows: dict[str, list[sections.Row]], records: Sequence[Record]) -> li
         facts.append(("Sentences read back exactly", f"{found} of {total}", by))
     scored = [(setting, row) for setting, row in attacks if row.main.interval and row.main.interval.mean is not None]
     if scored:
-        setting, row = max(scored, key=lambda item: (item[1].main.interval or _NONE).mean or 0.0)
-        best = row.main.interval or _NONE
-        against = f"{row.attack}, {setting}; blind guessing {_number(row.main.blind)}"
-        facts.append(("Highest mean ROUGE-L", _number(best.mean), against))
-        worst = max((row.main.interval or _NONE).worst or 0.0 for _, row in scored)
-        facts.append(("Worst batch, ROUGE-L", _number(worst), "of 100, by any attack"))
+        setting, row = max(scored, key=lambda item: (item[1].main.interval or NO_INTERVAL).mean or 0.0)
+        best = row.main.interval or NO_INTERVAL
+        against = f"{row.attack}, {setting}; blind guessing {number_of(row.main.blind)}"
+        facts.append(("Highest mean ROUGE-L", number_of(best.mean), against))
+        worst = max((row.main.interval or NO_INTERVAL).worst or 0.0 for _, row in scored)
+        facts.append(("Worst batch, ROUGE-L", number_of(worst), "of 100, by any attack"))
     if attacks:
         batches, failed = sum(row.n for _, row in attacks), sum(row.failed for _, row in attacks)
         facts.append(
@@ -209,3 +209,27 @@ def _count(private: Texts | None) -> int:
 
 def _key(item: Record | Texts) -> Key:
     return item.case, item.setting, item.batch, item.attack
+
+
+def _read_best(record: Record, number: int, private: Texts | None, show: bool) -> Sentence:
+    return sentence_of(record, number, private, show)  # the private texts may be gone: marks alone are shown then
+
+
+PAGES.add(
+    "text",
+    Page(
+        template="text.html.j2",
+        words={
+            "question": "How much private text can be read back",
+            "drawn": "ROUGE-L, 0 to 100",
+            "failed": "0",
+            "counts_as": "0",
+            "truth": "true text",
+            "told": "the ROUGE-L of the strongest attack that was run, beside blind guessing without any gradient",
+        },
+        private=Texts,
+        file="texts.jsonl",
+        facts=_facts,
+        read_best=_read_best,
+    ),
+)

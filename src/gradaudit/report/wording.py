@@ -13,21 +13,6 @@ HEADLINES: Mapping[str, str] = {
     "inconclusive": "Inconclusive",
 }
 
-SCORE_NAMES: Mapping[str, str] = {
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "token_accuracy": "Token accuracy",
-    "exact": "Exact",
-    "mse": "MSE",
-    "psnr": "PSNR, dB",
-    "ssim": "SSIM",
-    "lpips": "LPIPS",
-}
-
-SCORE_DIGITS: Mapping[str, int] = {"mse": 4, "psnr": 1, "ssim": 3, "lpips": 3}
-"""Digits behind the point; 1 where nothing is said."""
-
 KNOWLEDGE: Mapping[str, str] = {
     "batch_size": "how many sentences the client trained on",
     "lengths": "how long each sentence is, in tokens",
@@ -72,9 +57,11 @@ DIAGNOSES: Mapping[str, tuple[str, str]] = {
 }
 
 
-_NONE = Interval(mean=None, n=0)
+NO_INTERVAL = Interval(mean=None, n=0)
+"""Of a score that nobody measured."""
 
 
-def _number(value: float | None, digits: int = 1) -> str:
+def number_of(value: float | None, digits: int = 1) -> str:
+    """Return a score as the report prints it."""
     # A full score needs no decimals, and without them the widest row still fits a laptop.
     return "–" if value is None else "100" if value == 100 else f"{value:.{digits}f}"

@@ -6,35 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gradaudit.record import Interval, Record, Summary
+from gradaudit.record import Interval, Record
+from gradaudit.scores import scores_of
+from gradaudit.sweeps import images, text  # noqa: F401 - each registers its measure
+from gradaudit.sweeps.measure import MEASURES, Measure
 from gradaudit.sweeps.sweep import Result
 from gradaudit.sweeps.utility import Utility
-from gradaudit.verdict.images import recovered
 from gradaudit.verdict.run import verdict
 
-
-@dataclass(frozen=True)
-class Measure:
-    """How leakage is told, from 0 to 100.
-
-    Args:
-        name: of the score.
-        about: what the drawing calls it.
-        exactly: what a share of it is called that was read whole.
-        margin: above blind guessing, up to which nothing was told.
-    """
-
-    name: str
-    about: str
-    exactly: str
-    margin: float
-
-
-WORDS = Measure("ROUGE-L", "ROUGE-L of the strongest attack", "exact", 5.0)
-"""Its margin is less than one word of a short sentence."""
-PIXELS = Measure("% explained", "% of the blind error explained", "recognized", 10.0)
-"""100 (1 - MSE / MSE of the blind guess): 100 is the image itself, 0 no better than blind. The report finds a partial
-leak from 25 on; what is recommended must be quieter than that."""
 USEFUL = 0.25
 """Share of the best MCC below which a setting has not learned the task, and is recommended to nobody; nor is one whose
 interval holds 0."""
@@ -78,7 +57,7 @@ class OperatingPoint:
     unsupported: tuple[str, ...] = ()
     worst: tuple[Record, int] | None = None
     dominated: bool = False
-    measure: Measure = WORDS
+    measure: Measure = MEASURES["text"]
 
 
 @dataclass(frozen=True)
@@ -163,15 +142,14 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
     if not scored:
         return None
     able = [r for r in group if not r.unsupported]
-    images = "mse" in scored[0][1].scores
-    best, summary = max(scored, key=lambda pair: _leak(pair[1])[0].mean or 0.0)
-    leak, blind = _leak(summary)
+    measure = MEASURES[scores_of(scored[0][1].scores).kind]
+    best, summary = max(scored, key=lambda pair: measure.leak(pair[1])[0].mean or 0.0)
+    leak, blind = measure.leak(summary)
     assert best.utility is not None
-    measure = PIXELS if images else WORDS
-    exact = max(_recognized(r.records) if images else s.scores["exact"].mean or 0.0 for r, s in scored)
-    blind_exact = 0.0 if images else summary.baseline["exact"].mean or 0.0
+    exact = max(measure.exact(s, r.records)[0] for r, s in scored)
+    blind_exact = measure.exact(summary, best.records)[1]
     told = verdict([s for _, s in scored], [record for r, _ in scored for record in r.records])
-    loudest = max(_most(*_leak(s)) for _, s in scored)
+    loudest = max(_most(*measure.leak(s)) for _, s in scored)
     return OperatingPoint(
         client=_client(best),
         batch_size=size,
@@ -184,7 +162,7 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
         bound=any(BOUND & set(s.flags) or s.failed for _, s in scored) or len(scored) < len(able),
         unsupported=tuple(sorted({str(r.point.case.attack.get("name")) for r in group if r.unsupported})),
         utility=best.utility,
-        worst=_worst_image(best.records) if images else _worst(best.records),
+        worst=measure.worst(best.records),
         measure=measure,
     )
 
@@ -193,39 +171,6 @@ def _most(leak: Interval, blind: float) -> float:
     """Return how much more than blind guessing an attack may have told: the upper end of its interval."""
     high = leak.high if leak.high is not None else leak.worst
     return (high or 0.0) - blind
-
-
-def _leak(summary: Summary) -> tuple[Interval, float]:
-    """Return what an attack told, and what blind guessing tells, 0 to 100."""
-    if "mse" not in summary.scores:
-        return summary.scores["rougeL"], summary.baseline["rougeL"].mean or 0.0
-    error, blind = summary.scores["mse"], summary.baseline["mse"].mean
-
-    def explained(value: float | None) -> float | None:
-        return None if value is None else 100 * (1 - value / blind) if blind else 0.0
-
-    found = Interval(
-        mean=explained(error.mean),
-        low=explained(error.high),
-        high=explained(error.low),
-        worst=explained(error.worst),
-        n=error.n,
-    )
-    return found, 0.0
-
-
-def _recognized(records: Sequence[Record]) -> float:
-    return 100 * sum(map(recovered, records)) / max(1, sum(record.batch_size for record in records))
-
-
-def _worst(records: Sequence[Record]) -> tuple[Record, int] | None:
-    every = [(record, at) for record in records for at in range(len(record.sentences))]
-    return max(every, key=lambda pair: pair[0].sentences[pair[1]].rougeL or 0.0, default=None)
-
-
-def _worst_image(records: Sequence[Record]) -> tuple[Record, int] | None:
-    every = [(record, at) for record in records for at, marks in enumerate(record.images) if marks.found]
-    return min(every, key=lambda pair: pair[0].images[pair[1]].mse, default=None)
 
 
 def _marked(point: OperatingPoint, points: Sequence[OperatingPoint]) -> OperatingPoint:

@@ -32,7 +32,8 @@ from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import Model
 from gradaudit.progress import step
-from gradaudit.record import IMAGE_SCORES, SCORES, Record, Summary
+from gradaudit.record import Record, Summary
+from gradaudit.scores import scores_of
 from gradaudit.sweeps.utility import Utility, UtilityTable, kept_utility
 from gradaudit.workspace import learned_in
 
@@ -327,8 +328,8 @@ def _run(
 
 def _write(path: Path, results: Sequence[Result]) -> None:
     axes = list(results[0].point.values)
-    images = any(r.summary is not None and "mse" in r.summary.scores for r in results)
-    names, main = (IMAGE_SCORES, "mse") if images else (SCORES, "rougeL")
+    kind = scores_of(name for r in results if r.summary is not None for name in r.summary.scores)
+    names, main = kind.names, kind.main
     sides = [f"{name} {part}" for name in names for part in ("mean", "low", "high")]
     rows = []
     for result in results:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from gradaudit.record import Record, Summary
-
-Level = Literal["leaks", "partly", "not shown", "inconclusive"]
+from gradaudit.verdict.level import RULES, Level, Rules
 
 SEEN_DB = 20.0
 """PSNR from which a reader recognizes a picture: an error of a tenth of the range."""
@@ -16,7 +14,7 @@ GAIN_DB = 6.0
 SHARE, SHARE_ONE_BATCH = 0.75, 0.5
 """Of the blind guess's mean squared error; less of it is a partial leak."""
 
-IMAGE_RULES: Mapping[Level, str] = {
+_RULES: Mapping[Level, str] = {
     "leaks": (
         f"“Leaks” is said when any attack, in any setting, recovered at least one image with a PSNR of {SEEN_DB:.0f} "
         f"dB or more, and at least {GAIN_DB:.0f} dB above the blind guess of the same image."
@@ -47,14 +45,9 @@ def recovered(record: Record) -> int:
     return sum(m.found and m.psnr >= max(SEEN_DB, blind.psnr + GAIN_DB) for m, blind in pairs)
 
 
-def image_verdict(name: str, summaries: Sequence[Summary], attacks: Sequence[Record]) -> tuple[Level, str]:
-    """Return level and sentence of one setting.
-
-    Args:
-        name: the setting.
-        summaries: of its attacks, without the blind guess.
-        attacks: their records.
-    """
+def _judge(
+    name: str, summaries: Sequence[Summary], attacks: Sequence[Record], records: Sequence[Record]
+) -> tuple[Level, str]:
     counts: dict[str, tuple[int, int]] = {}
     for record in attacks:
         found, total = counts.get(record.attack, (0, 0))
@@ -84,3 +77,6 @@ def image_verdict(name: str, summaries: Sequence[Summary], attacks: Sequence[Rec
         f"In the setting “{name}” no attack read back clearly more than blind guessing does; that is not evidence that "
         "the update is safe, because a stronger attack may still succeed."
     )
+
+
+RULES.add("images", Rules(_RULES, _judge))

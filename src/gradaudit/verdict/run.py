@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradaudit.record import Record, Summary
-from gradaudit.verdict.images import IMAGE_RULES, image_verdict
-from gradaudit.verdict.level import BLIND, Level
-from gradaudit.verdict.text import _RULES, _count, _judged, _leaks, _partly, _proven
+from gradaudit.scores import scores_of
+from gradaudit.verdict import images, text  # noqa: F401 - each registers its rules
+from gradaudit.verdict.level import BLIND, RULES, Level
 
 WORST_FIRST: tuple[Level, ...] = ("leaks", "partly", "inconclusive", "not shown")
 """Which setting's verdict becomes the overall one; a setting nobody judged outranks a failed attack."""
@@ -64,7 +64,9 @@ def verdicts(summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict
         for name in names
     }
     if not by_setting:
-        nothing = Verdict("inconclusive", "Nothing could be judged: the run holds no batch.", _RULES["inconclusive"])
+        nothing = Verdict(
+            "inconclusive", "Nothing could be judged: the run holds no batch.", RULES["text"].words["inconclusive"]
+        )
         return Verdicts(nothing, {})
     worst = min(by_setting.values(), key=lambda found: WORST_FIRST.index(found.level))
     return Verdicts(_whole_run(worst, by_setting), by_setting)
@@ -82,27 +84,7 @@ def _whole_run(worst: Verdict, by_setting: Mapping[str, Verdict]) -> Verdict:
 
 
 def _of_setting(name: str, summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict:
+    rules = RULES[scores_of(score for found in (records, summaries) for one in found for score in one.scores).kind]
     attacks = [r for r in records if r.attack != BLIND]
-    if any(r.images for r in records):
-        level, text = image_verdict(name, [s for s in summaries if s.attack != BLIND], attacks)
-        return Verdict(level, text, IMAGE_RULES[level])
-    sentence = (
-        _leaks(name, attacks, records)
-        or _partly(name, [s for s in summaries if s.attack != BLIND], attacks)
-        or _proven(name, attacks)
-    )
-    if sentence is not None:
-        level, text = sentence
-        return Verdict(level, text, _RULES[level])
-    failed = [r for r in attacks if r.error is not None]
-    if not any(_judged(r) for r in attacks):
-        why = f"all {_count(len(failed), 'batch', 'batches')} failed" if failed else "no attack was judged"
-        text = f"Nothing could be judged in the setting “{name}”: {why}, so the run says nothing about safety."
-        return Verdict("inconclusive", text, _RULES["inconclusive"])
-    text = (
-        f"In the setting “{name}” no attack read back clearly more than blind guessing does; that is not "
-        "evidence that the update is safe, because a stronger attack may still succeed"
-    )
-    if failed:
-        text += f" ({_count(len(failed), 'batch', 'batches')} of {len(attacks)} failed and counted as 0)"
-    return Verdict("not shown", text + ".", _RULES["not shown"])
+    level, sentence = rules.judge(name, [s for s in summaries if s.attack != BLIND], attacks, records)
+    return Verdict(level, sentence, rules.words[level])

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from gradaudit.record import Interval, Record, SentenceMarks, Summary
-from gradaudit.verdict.level import BLIND, Level
+from gradaudit.verdict.level import BLIND, RULES, Level, Rules, counted
 
-NEAR_SCORE = 90.0
-
-
-NEAR_WORDS = 5
-
-
-MARGIN = 5.0
-
-
-MARGIN_ONE_BATCH = 20.0
-
-
-MARGIN_WORST_BATCH = 50.0
-
+NEAR_SCORE, NEAR_WORDS = 90.0, 5
+"""ROUGE-L from which a sentence of at least so many words counts as read almost word for word."""
+MARGIN, MARGIN_ONE_BATCH, MARGIN_WORST_BATCH = 5.0, 20.0, 50.0
+"""Points above blind guessing from which part of a text was read: by an interval's lower end, by a single batch, and by
+the worst batch of many."""
 
 _RULES: Mapping[Level, str] = {
     "leaks": (
@@ -50,6 +41,26 @@ _RULES: Mapping[Level, str] = {
 }
 
 
+def _judge(
+    name: str, summaries: Sequence[Summary], attacks: Sequence[Record], records: Sequence[Record]
+) -> tuple[Level, str]:
+    found = _leaks(name, attacks, records) or _partly(name, summaries, attacks) or _proven(name, attacks)
+    if found is not None:
+        return found
+    failed = [r for r in attacks if r.error is not None]
+    if not any(_judged(r) for r in attacks):
+        why = f"all {counted(len(failed), 'batch', 'batches')} failed" if failed else "no attack was judged"
+        text = f"Nothing could be judged in the setting “{name}”: {why}, so the run says nothing about safety."
+        return "inconclusive", text
+    text = (
+        f"In the setting “{name}” no attack read back clearly more than blind guessing does; that is not "
+        "evidence that the update is safe, because a stronger attack may still succeed"
+    )
+    if failed:
+        text += f" ({counted(len(failed), 'batch', 'batches')} of {len(attacks)} failed and counted as 0)"
+    return "not shown", text + "."
+
+
 def _leaks(name: str, attacks: Sequence[Record], records: Sequence[Record]) -> tuple[Level, str] | None:
     blind = {(r.case, r.batch): r for r in records if r.attack == BLIND and r.error is None}
     gains: dict[str, list[tuple[int, int, int]]] = {}
@@ -57,13 +68,13 @@ def _leaks(name: str, attacks: Sequence[Record], records: Sequence[Record]) -> t
         # Sentences of failed batches stay in the total: a failure is no proof that they were out of reach.
         failed = record.error is not None
         exact, near = (0, 0) if failed else _read_back(record, blind.get((record.case, record.batch)))
-        gains.setdefault(record.attack, []).append((exact, near, sentence_count(record)))
+        gains.setdefault(record.attack, []).append((exact, near, sentencecounted(record)))
     totals = {attack: tuple(map(sum, zip(*found, strict=True))) for attack, found in gains.items()}
     attack, best = max(totals.items(), key=lambda item: item[1], default=("", (0, 0, 0)))
     exact, near, total = best
     if exact + near == 0:
         return None
-    how = f"{exact} of {_count(total, 'sentence', 'sentences')} exactly" if exact else ""
+    how = f"{exact} of {counted(total, 'sentence', 'sentences')} exactly" if exact else ""
     if near:
         word_for_word = f"{near} almost word for word"
         how = f"{how} and {word_for_word}" if exact else f"{near} of {total} sentences almost word for word"
@@ -157,7 +168,7 @@ def _proven(name: str, attacks: Sequence[Record]) -> tuple[Level, str] | None:
         count = sum(r.certificates.get(certificate, 0) for r in truthless)
         if count:
             text = (
-                f"{opening}: in the setting “{name}” {_count(count, 'sentence is', 'sentences are')} "
+                f"{opening}: in the setting “{name}” {counted(count, 'sentence is', 'sentences are')} "
                 f"{certificate} by a check against the update itself (the truth is not known)."
             )
             return level, text
@@ -172,10 +183,14 @@ def _scores_known(record: Record) -> bool:
     return any(score is not None for score in record.scores.values())
 
 
+def sentencecounted(record: Record) -> int:
+    """Return how many sentences a batch had, marked or not."""
+    return len(record.sentences) or record.batch_size
+
+
 def sentence_count(record: Record) -> int:
     """Return how many sentences a batch had, marked or not."""
     return len(record.sentences) or record.batch_size
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+RULES.add("text", Rules(_RULES, _judge))
