@@ -56,8 +56,8 @@ def measure(data: Path, turns: int) -> dict[str, list[float]]:
     case = parse_case(table)
     ready = prepare(case, Path.cwd(), pick_device("cpu"))
     client = client_of(case, ready.model)
-    order = torch.randperm(len(ready.rows.texts), generator=stream(0, "rounds")).tolist()
-    rows, chosen = ready.rows, order[:CLIENTS]
+    order = torch.randperm(len(ready.rows), generator=stream(0, "rounds")).tolist()
+    rows, chosen = ready.rows.source, order[:CLIENTS]
     assert rows.labels is not None
     batch = make_batch(ready.model, [rows.texts[n] for n in chosen], [rows.labels[n] for n in chosen])
     found = defaultdict(list)

@@ -22,7 +22,7 @@ from pyarrow import parquet
 from tables import command, commit, write_table
 
 from gradaudit.audit.fitting import simulation_of
-from gradaudit.audit.prepare import PreparedImages, prepare
+from gradaudit.audit.prepare import Prepared, prepare
 from gradaudit.audit.run import run
 from gradaudit.case import Case, parse_case
 from gradaudit.client.simulate_images import ImageSimulation
@@ -169,7 +169,7 @@ def speed(asked: argparse.Namespace) -> None:
     for name in DEFENSES:
         data = Data(asked.data / "test.parquet", asked.data / "train.parquet", 1, 512, None)
         ready = prepare(case_of(data, "lti-kernel", name), Path.cwd(), torch.device("cpu"))
-        assert isinstance(ready, PreparedImages)
+        assert isinstance(ready, Prepared)
         assert ready.public is not None
         images, labels = ready.public.images[:, None], ready.public.labels[:, None]
         simulation = simulation_of(ready.client, ready.selection)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradaudit.data.spec import DataSpec
-from gradaudit.data.text import Rows, load_rows
+from gradaudit.data.text import TextRows, load_rows
 from gradaudit.errors import BadInputError
 
 TEXTS = ['She said "run", twice.', "Zoë,\tMüller\nand I", "plain\r\nlines", "'quoted'"]
@@ -25,8 +25,8 @@ def refusal(spec: DataSpec, base: Path) -> str:
     return sentence
 
 
-def rows_of(*texts: str) -> Rows:
-    return Rows(texts, None, (), "somewhere", "")
+def rows_of(*texts: str) -> TextRows:
+    return TextRows(texts, None, (), "somewhere", "")
 
 
 class StubModel:

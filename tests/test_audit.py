@@ -123,7 +123,7 @@ def test_a_trained_head_keeps_its_numbers_of_the_classes(folders, load, tmp_path
         table = {"model": str(own), "data": {"path": str(rows), "label": "label"}, "attack": {"name": "blind"}}
         ready = prepare(parse_case(table), tmp_path, torch.device("cpu"))
         assert ready.model.spec.labels == 3
-        assert [ready.rows.labels[n] for n in range(2)] == list(right)
+        assert [ready.rows.source.labels[n] for n in range(2)] == list(right)
     rows.write_text("text,label\n" + "".join(f"{t},{'wxyz'[n]}\n" for n, t in enumerate(texts)))
     with pytest.raises(BadInputError, match="could not be loaded"):
         prepare(parse_case(table), tmp_path, torch.device("cpu"))

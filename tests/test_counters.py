@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gradaudit.channels import traits_of
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge.diagnosis import diagnose
 from gradaudit.judge.flags import flags, notes_of
+from gradaudit.judge.text import TextJudge
 from gradaudit.leakage.matching.counters import COUNTERED, countered
 from gradaudit.leakage.matching.distances import Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
 from gradaudit.leakage.matching.objective import Objective
@@ -37,7 +39,7 @@ def truth(model, batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "task"), SETTINGS)
-@pytest.mark.parametrize("name", COUNTERED)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_truth_explains_a_defended_update_and_another_text_does_not(load, family, task, name):
     model = load(family, task)
     batch, seen = defended(model, name)
@@ -90,11 +92,12 @@ def test_a_gradient_of_zeros_is_no_wrong_sign():
 def test_attacks_take_the_counter_when_told_and_say_so(load, attack):
     model = load("bert")
     cls = known("attack")[attack]
-    assert set(cls.models_defenses) >= set(COUNTERED)
+    assert cls.handles >= COUNTERED
+    assert {trait for name in KINDS for trait in traits_of(name)} == COUNTERED
     quick = {"steps": 60, "learning_rate": 0.05} | (
         {"starts": 4, "permutations": 0, "edits": 0} if attack == "lamp" else {}
     )
-    for name in COUNTERED:
+    for name in KINDS:
         batch, seen = defended(model, name)
         on, off = (build("attack", attack, quick | {"counter": c}) for c in (True, False))
         untold = replace(seen, knowledge=replace(seen.knowledge, defenses=None))
@@ -124,7 +127,11 @@ def test_the_best_of_many_guesses_is_flagged_and_those_that_were_matched_are_dia
     right = tuple(tuple(s) for s in batch.sequences())
     wrong = tuple(tuple(s) for s in batch_of(model, sentences((4, 5, 6), 7)).sequences())
     many = Reconstruction((*wrong, *right), labels=(0, 1, 0, *batch.labels.tolist()))
-    assert diagnose(model, batch, seen, many, True) == diagnose(model, batch, seen, Reconstruction(right), True)
+    judge, client = TextJudge(model), Client(model)
+    found, wanted = (
+        diagnose(client, batch, judge.guessed(batch, one), seen, True) for one in (many, Reconstruction(right))
+    )
+    assert found == wanted
     assert "5 guesses for a batch of 2" in notes_of(many, 2)[0]
     assert not notes_of(many, 5)
     blind = build("attack", "blind", {})
@@ -136,8 +143,9 @@ def _flags(model, batch, seen, attack, clients: int = 1, found: Reconstruction |
     made = {"dropout": 0.0, "defenses": seen.knowledge.defenses or ({"name": "sign"},), "steps": 1, "replayed": False}
     made["clients"] = clients
     zero = {"rougeL": 1.0}
-    return flags(model=model, batch=batch, seen=seen, made=made, attack=attack, found=found, scores=zero, baseline=zero,
-                 diagnosis=None, shape=None)  # fmt: skip
+    own, surplus = TextJudge(model).flags(batch, seen, None), found is not None and found.count > len(batch)
+    return flags(own=own, seen=seen, made=made, attack=attack, surplus=surplus, scores=zero, baseline=zero,
+                 diagnosis=None)  # fmt: skip
 
 
 def test_parts_of_a_matrix_cannot_be_normalized(load):

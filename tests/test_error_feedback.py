@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradaudit.audit import prepare as preparing
 from gradaudit.audit.fitting import simulation_of
 from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client
 from gradaudit.client.error_feedback import after_rounds, earlier_rounds, feedback_round
+from gradaudit.data.text import Sentences
 from gradaudit.defenses.compression import Sign, TopK
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.errors import BadInputError
@@ -139,8 +139,8 @@ def case_of(folders: Any, **over: Any) -> Any:
 
 def test_earlier_rounds_are_of_rows_that_are_in_no_audited_batch(folders, monkeypatch):
     drawn: list[tuple[int, ...]] = []
-    original = preparing._batch
-    monkeypatch.setattr(preparing, "_batch", lambda *given: (drawn.append(tuple(given[3])), original(*given))[1])
+    original = Sentences.batch
+    monkeypatch.setattr(Sentences, "batch", lambda self, rows: (drawn.append(tuple(rows)), original(self, rows))[1])
     ready = prepare(case_of(folders, data={"batch_size": 2, "batches": 3}), Path.cwd(), torch.device("cpu"))
     assert ready.client.held is not None
     assert [len(some) for some in drawn] == [2, 2]

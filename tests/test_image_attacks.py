@@ -15,7 +15,7 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.audit import run as audit
-from gradaudit.audit.prepare import PreparedImages, prepare
+from gradaudit.audit.prepare import Prepared, prepare
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client, observation
 from gradaudit.data.images import load_images, public_images
@@ -206,7 +206,7 @@ def test_a_case_gives_the_attacker_no_audited_image(tmp_path: Path):
     data = {"batches": 4, "batch_size": 3, "shuffle_seed": 5}
     case = {"task": "image-classification", "model": "lenet", "data": data, "attack": {"name": "blind"}}
     ready = prepare(parse_case(case), tmp_path, torch.device("cpu"))
-    assert isinstance(ready, PreparedImages)
+    assert isinstance(ready, Prepared)
     assert ready.public is not None
     hidden = torch.cat([ready.rows.batch(numbers).images for numbers in ready.batches])
     apart = (ready.public.images[:, None] - hidden[None]).abs().flatten(2).amax(2)

@@ -10,13 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 import gradaudit.sweeps.utility
-from gradaudit.audit.prepare import prepare_images
+from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.cli import app
 from gradaudit.client.client import Client
 from gradaudit.client.mean_update import mean_update
 from gradaudit.data.images import ImageRows, load_images
-from gradaudit.data.rows import labeled_rows
+from gradaudit.data.rows import bind
 from gradaudit.data.spec import DataSpec
 from gradaudit.models.images import load_image_model
 from gradaudit.models.spec import ModelSpec
@@ -38,7 +38,7 @@ SHORT = UtilityTable(steps=80, batch_size=16, learning_rate=5e-3, test_rows=200)
 
 def measured(how: UtilityTable = SHORT, **over: Any) -> Utility:
     base = {"task": "image-classification", "model": "resnet", "attack": {"name": "blind"}}
-    ready = prepare_images(parse_case(base | over), Path.cwd(), CPU)
+    ready = prepare(parse_case(base | over), Path.cwd(), CPU)
     return utility(ready.case, how, ready.model, ready.rows)
 
 
@@ -89,9 +89,9 @@ def test_a_copy_of_a_tested_image_is_not_trained_on():
     digits = load_images(DataSpec(), Path.cwd())
     twice = torch.cat([digits.pixels[:50], digits.pixels[:50]])
     rows = ImageRows(twice, digits.labels[:50] * 2, digits.classes, "twice", "0" * 64)
-    labeled = labeled_rows(model_of(), rows)
+    labeled = bind(model_of(), rows)
     others = {tuple(p.flatten().tolist()) for p in twice[[3, 7]]}
-    left = labeled.apart(range(100), [3, 57])
+    left = labeled.disjoint(range(100), [3, 57])
     assert left == [n for n in range(100) if tuple(twice[n].flatten().tolist()) not in others]
     assert not {3, 7, 53, 57} & set(left)
 
@@ -107,7 +107,7 @@ def test_everything_that_decides_it_is_in_its_name():
     ]
     names = set()
     for case in cases:
-        ready = prepare_images(parse_case(case), Path.cwd(), CPU)
+        ready = prepare(parse_case(case), Path.cwd(), CPU)
         names.add(gradaudit.sweeps.utility._identity(ready.case, SHORT, ready.model, ready.rows))
     assert len(names) == len(cases)
 

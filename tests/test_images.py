@@ -15,7 +15,7 @@ from gradaudit.client.client import Client
 from gradaudit.data.draw import draw, draw_numbers
 from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.spec import DataSpec
-from gradaudit.data.text import Rows
+from gradaudit.data.text import TextRows
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, load_image_model
 from gradaudit.models.spec import ModelSpec
@@ -285,7 +285,7 @@ def test_images_that_cannot_be_used_are_refused_in_a_sentence(tmp_path: Path):
 
 def test_images_are_drawn_as_texts_are():
     spec = DataSpec(shuffle_seed=101, batch_size=3, batches=4, skip=2)
-    rows = Rows(tuple(f"text {n}" for n in range(50)), None, (), "here", "")
+    rows = TextRows(tuple(f"text {n}" for n in range(50)), None, (), "here", "")
     assert draw(spec, rows) == draw_numbers(spec, 50, "here")
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradaudit.audit import prepare as preparing
 from gradaudit.audit import run as audit
+from gradaudit.audit import text as preparing
 from gradaudit.audit.prepare import prepare, private_batch
 from gradaudit.bundles.bundle import save_bundle
 from gradaudit.case import parse_case

@@ -14,7 +14,7 @@ from gradaudit.accounting.promised import promised
 from gradaudit.audit.info import run_info
 from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
-from gradaudit.registry import build, describe, known
+from gradaudit.registry import build, known
 from made_reports import Markup, make_info, page
 
 CLIP, SMALL = {"name": "clip", "norm": 1.0}, {"name": "gaussian", "sigma": 4.845e-5}
@@ -22,7 +22,7 @@ CLIP, SMALL = {"name": "clip", "norm": 1.0}, {"name": "gaussian", "sigma": 4.845
 
 def said(*tables: dict[str, Any], steps: int = 1, tensors: int = 9) -> str | None:
     built = [build("defense", t["name"], {k: v for k, v in t.items() if k != "name"}) for t in tables]
-    return promised([describe(d) for d in built], steps, tensors)
+    return promised(built, steps, tensors)
 
 
 def claimed(**claim: Any) -> float:

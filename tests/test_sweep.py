@@ -15,13 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import gradaudit.sweeps.sweep
 import tiny_models
-from gradaudit.audit import prepare as preparing
 from gradaudit.audit import run as audit
+from gradaudit.audit import text as preparing
 from gradaudit.audit.batch import audit_batch
 from gradaudit.case import load_case
 from gradaudit.cli import app
+from gradaudit.data.rows import READERS
 from gradaudit.errors import BadInputError
 from gradaudit.models.zoo import load_model
 from gradaudit.sweeps.sweep import TABLE, load_sweep, run_sweep
@@ -126,11 +126,8 @@ def test_a_point_that_cannot_be_run_does_not_stop_the_others(sweep: Path, tmp_pa
 
 def test_data_is_read_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):
     read: list[str | None] = []
-    original = gradaudit.sweeps.sweep.load_rows
-    monkeypatch.setattr(
-        gradaudit.sweeps.sweep, "load_rows", lambda spec, base: (read.append(spec.path), original(spec, base))[1]
-    )
-    monkeypatch.setattr(preparing, "load_rows", lambda *_: pytest.fail("read again"))
+    original = READERS["text"]
+    monkeypatch.setitem(READERS._items, "text", lambda spec, base: (read.append(spec.path), original(spec, base))[1])
     points = load_sweep(sweep)
     results = list(run_sweep(points, sweep.parent, tmp_path / "out", CPU))
     assert len(results) == len(points.points) > 1

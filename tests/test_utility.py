@@ -19,7 +19,7 @@ from gradaudit.case import parse_case
 from gradaudit.cli import app
 from gradaudit.client.client import Client
 from gradaudit.data.draw import draw
-from gradaudit.data.rows import labeled_rows
+from gradaudit.data.rows import bind
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.state import fingerprint_of
 from gradaudit.sweeps.sweep import load_sweep, run_sweep
@@ -99,7 +99,7 @@ def test_rows_that_adapters_were_warmed_up_on_are_neither_trained_nor_tested_on(
     used = gradaudit.sweeps.utility._seen_before(case, data)
     assert len(used) == 40
     assert not used & {number for batch in draw(case.data, data) for number in batch}
-    train, test = gradaudit.sweeps.utility._split(case, how, labeled_rows(model, data), used)
+    train, test = gradaudit.sweeps.utility._split(case, how, bind(model, data), used)
     assert not used & {*train, *test}
     assert len(train) == 240 - 40 - 60
 
@@ -151,11 +151,11 @@ def test_what_is_tested_on_is_never_trained_on_and_every_row_is_one_or_the_other
         Client, "update", lambda self, batch, *a, **k: trained.update(batch.texts) or real(self, batch, *a, **k)
     )
     tested: list[set[str]] = []
-    said = gradaudit.data.text._Sentences.said
+    said = gradaudit.data.text.Sentences.said
     monkeypatch.setattr(
-        gradaudit.data.text._Sentences,
+        gradaudit.data.text.Sentences,
         "said",
-        lambda self, chosen: tested.append({self.rows.texts[i] for i in chosen}) or said(self, chosen),
+        lambda self, chosen: tested.append({self.source.texts[i] for i in chosen}) or said(self, chosen),
     )
     measured(folders, rows)
     held = tested[0]
@@ -266,7 +266,7 @@ def test_rows_that_are_parts_of_tested_rows_are_not_trained_on(folders, rows):
     parts = [f"{' '.join(text.split()[1:])},{label}" for text, label in body]
     rows.write_text("\n".join([*lines, *parts, "The " + lines[1]]) + "\n")
     case, how, model, data = given(folders, rows)
-    train, test = gradaudit.sweeps.utility._split(case, how, labeled_rows(model, data), frozenset())
+    train, test = gradaudit.sweeps.utility._split(case, how, bind(model, data), frozenset())
     assert len(test) == 60
     for one in train:
         for other in test:
@@ -392,7 +392,7 @@ def test_f1_is_of_class_1(folders, rows):
                 p.zero_()
                 if name.endswith("bias"):
                     p[0] = 1.0
-    rows_of = labeled_rows(data.model, data.rows)
+    rows_of = bind(data.model, data.rows.source)
     found = gradaudit.sweeps.utility._scores(rows_of, list(range(len(rows_of))), 2)
     assert found["accuracy"] > 80
     assert found["f1"] == 0.0

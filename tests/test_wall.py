@@ -49,7 +49,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "leakage": ("models",),
     "learned": ("models",),
     "attacks": ("models", "leakage", "learned"),
-    "accounting": (),
+    "accounting": ("defenses",),
     "client": ("models", "defenses", "learned"),
     "judge": ("models", "client", "data", "leakage", "metrics", "record"),
     "audit": ("accounting", "attacks", "case", "client", "data", "defenses", "judge", "learned", "machine",
@@ -58,7 +58,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "verdict": ("record",),
     "sweeps": ("accounting", "audit", "case", "client", "data", "defenses", "leakage", "machine", "metrics", "models",
                "record", "verdict"),
-    "report": ("accounting", "audit", "bundles", "flags", "metrics", "record", "sweeps", "verdict"),
+    "report": ("accounting", "bundles", "flags", "metrics", "record", "sweeps", "verdict"),
 }  # fmt: skip
 """Which room may import which, beside itself and the ground; one list for the folders below a room."""
 ATTACK_SIDE = ("attacks", "leakage", "learned", "models", *GROUND)

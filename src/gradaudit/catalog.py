@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from gradaudit.attacks.base import Attack
+from gradaudit.channels import traits_of
 from gradaudit.errors import unknown_name
-from gradaudit.leakage.guess_back import OBFUSCATION
 from gradaudit.metrics.images import IMAGE_METRICS
 from gradaudit.metrics.text import METRICS
 from gradaudit.models.images import IMAGE_MODELS
@@ -84,10 +84,13 @@ def details(kind: str, name: str) -> dict[str, Any]:
     raise unknown_name("kind", kind, ["attack", "model", "metric", "defense", "case"])
 
 
-def _guessed_back(cls: type[Any]) -> tuple[str, ...]:
-    """Return the defense that every attack on text reckons with by `Attack` itself."""
-    on_text = set(cls.tasks) & set(Attack.tasks)
-    return (OBFUSCATION,) if on_text and "*" not in cls.models_defenses else ()
+def _reckoned_with(cls: type[Any]) -> list[str]:
+    """Return the names of the defenses whose traits an attack handles."""
+    if cls.takes_any:
+        return ["*"]
+    on_text = set(cls.tasks) & set(Attack.tasks)  # `Attack` itself guesses words back from stand-ins
+    handled = cls.handles | ({"stand-ins"} if on_text else set())
+    return [name for name in known("defense") if (own := traits_of(name)) and own <= handled]
 
 
 def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
             "needs": list(cls.needs),
             "tasks": list(cls.tasks),
             "models_dropout": cls.models_dropout,
-            "models_defenses": [*cls.models_defenses, *_guessed_back(cls)],
+            "models_defenses": _reckoned_with(cls),
         }
     else:
         out["acts_on"] = cls.acts_on

@@ -11,7 +11,7 @@ import torch
 from gradaudit.audit.batch import audit_batch, sent
 from gradaudit.audit.fitting import INVERTERS
 from gradaudit.audit.info import TEXTS, describe_client, run_info, write_info
-from gradaudit.audit.prepare import Prepared, prepare, prepare_text, private_batch
+from gradaudit.audit.prepare import Prepared, prepare, private_batch
 from gradaudit.audit.run import LEARNED, audited, fitted_case, open_folder
 from gradaudit.bundles.bundle import save_bundle
 from gradaudit.case import Case, parse_case
@@ -90,7 +90,7 @@ def _run_cases(folder: Path, device: torch.device) -> Demo:
     every = cases()
     for number, case in enumerate(every):
         step("demo", number, len(every))
-        ready = prepare_text(case, Path.cwd(), device, loaded=ready.model if ready else None)
+        ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
         done = open_folder(ready, folder, shared=True)
         if number == 0:
             write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))

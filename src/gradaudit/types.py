@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self
 
 from torch import Tensor
 from typing_extensions import TypeVar
@@ -20,6 +20,27 @@ if TYPE_CHECKING:
 UpdateKind = Literal["gradient", "delta"]
 M_co = TypeVar("M_co", bound="Model", covariant=True, default="TextModel")
 """Kind of the model that an observation is of: of text where nothing else is said."""
+
+
+class Private(Protocol):
+    """A private batch of any kind of data. Never crosses the wall."""
+
+    @property
+    def labels(self) -> Tensor | None:
+        """[B] class labels; None where there are none."""
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """How long each example is; None where all are of one size."""
+
+    def __len__(self) -> int:
+        """How many examples it has."""
+
+    def part(self, rows: slice) -> Self:
+        """Return some of the examples as a batch of their own."""
+
+    def take(self, rows: Tensor) -> Self:
+        """Return some of the examples, by number and in that order."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,16 @@ class Batch:
         labels = None if self.labels is None else self.labels[rows]
         return Batch(self.ids[rows], self.mask[rows], labels, self.texts[rows])
 
+    def take(self, rows: Tensor) -> Batch:
+        """Return some of the sentences, by number and in that order."""
+        labels = None if self.labels is None else self.labels[rows]
+        return Batch(self.ids[rows], self.mask[rows], labels, tuple(self.texts[int(n)] for n in rows))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Real tokens of each sentence."""
+        return tuple(self.mask.sum(1).tolist())
+
     @property
     def tokens(self) -> int:
         """How many real tokens the batch has, special tokens included (b in the literature)."""
@@ -77,6 +108,29 @@ class ImageBatch:
         """Return some of the images as a batch of their own."""
         return ImageBatch(self.images[rows], self.labels[rows])
 
+    def take(self, rows: Tensor) -> ImageBatch:
+        """Return some of the images, by number and in that order."""
+        return ImageBatch(self.images[rows], self.labels[rows])
+
+    @property
+    def sizes(self) -> None:
+        """Images are all of one size."""
+        return None
+
+
+class PublicData(Protocol):
+    """Data of any kind that the attacker has from elsewhere; nothing of it is in an audited batch."""
+
+    @property
+    def where(self) -> str:
+        """Their source in words."""
+
+    def __len__(self) -> int:
+        """How many examples."""
+
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Return all that decides what is learned from them."""
+
 
 @dataclass(frozen=True)
 class PublicImages:
@@ -96,6 +150,10 @@ class PublicImages:
 
     def __len__(self) -> int:
         return len(self.images)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return all that decides what is learned from them."""
+        return self.images, self.labels
 
 
 @dataclass(frozen=True)
@@ -251,7 +309,3 @@ class Reconstruction:
     def count(self) -> int:
         """How many sentences or images were recovered."""
         return len(self.sequences) if self.images is None else len(self.images)
-
-
-Private = Batch | ImageBatch
-"""A batch of any kind."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from gradaudit.channels import OF_MEANS, Trait, traits_of, with_trait
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
-from gradaudit.leakage.guess_back import OBFUSCATION, guess_back
+from gradaudit.leakage.guess_back import guess_back
 from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Knowledge, Observation, Reconstruction
 
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     from gradaudit.learned.manifest import Target
 
 M = TypeVar("M", bound=Model, default=TextModel)
-
-IN_SIGHT = frozenset({"freeze", "dropout"})
-"""Defenses that an update shows by what is absent from it, and `Knowledge.dropout` tells."""
-ZERO_MEAN = ("gaussian", "laplace", "quantize")
-"""Defenses that add to each coordinate what is 0 in the mean: the truth stays where distances of matching are least."""
 
 
 class Attack(ABC, Generic[M]):
@@ -39,9 +35,11 @@ class Attack(ABC, Generic[M]):
     needs: ClassVar[tuple[str, ...]] = ()
     """Names of `Knowledge` fields that must be given."""
     tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm")
-    models_defenses: ClassVar[tuple[str, ...]] = ()
-    """Names of the defenses that the attack reckons with when told of them ("*": with any). Told of others on an update
-    or on examples' gradients it is not run; not told, or with others on the text, the record gets a flag."""
+    handles: ClassVar[frozenset[Trait]] = frozenset()
+    """Traits of the defenses that the attack reckons with when told of them. Told of others on an update or on
+    examples' gradients it is not run; not told, or with others on the text, the record gets a flag."""
+    takes_any: ClassVar[bool] = False
+    """True when it need not be told: it learned through the defense, or looks at no update."""
     models_dropout: ClassVar[bool] = False
     """True when the attack reckons with dropout; otherwise an update made with dropout on gets a flag."""
     exact_on_deltas: ClassVar[bool] = False
@@ -55,15 +53,23 @@ class Attack(ABC, Generic[M]):
             model: the model that is attacked; None for any.
             batch_size: sentences; None where they are not known.
         """
-        return not self.must_be_told(defense) or defense in (*self.models_defenses, OBFUSCATION)
+        return traits_of(defense, batch_size) <= self.handled(model) | {"stand-ins"}
+
+    def handled(self, model: Model | None) -> frozenset[Trait]:
+        """Return the traits that the attack handles as it is set; `handles` unless a field or the model says otherwise.
+
+        Args:
+            model: the model that is attacked; None for any.
+        """
+        return self.handles
 
     def must_be_told(self, defense: str) -> bool:
         """Return whether the attack can reckon with a defense only if it was told of it."""
-        return defense not in IN_SIGHT and "*" not in self.models_defenses
+        return bool(traits_of(defense)) and not self.takes_any
 
     def reckons_with_means(self, defense: str) -> bool:
         """Return whether what the attack takes a defense to do holds of the mean of several clients, each defended."""
-        return not self.must_be_told(defense) or defense in (*ZERO_MEAN, "dp-sgd", OBFUSCATION)
+        return not self.must_be_told(defense) or traits_of(defense) <= OF_MEANS
 
     @final
     def __call__(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:
@@ -104,10 +110,10 @@ class Attack(ABC, Generic[M]):
 
     def _guessed_back(self, seen: Observation[M], found: Reconstruction) -> Reconstruction:
         """Return what was read with words in place of stand-ins, where the attacker was told that these were sent."""
-        model, told = seen.model, {str(d["name"]): d for d in seen.knowledge.defenses or ()}
-        if not isinstance(model, TextModel) or OBFUSCATION not in told or not self.must_be_told(OBFUSCATION):
+        model, told = seen.model, with_trait(seen.knowledge.defenses, "stand-ins")
+        if not isinstance(model, TextModel) or told is None or self.takes_any:
             return found
-        return guess_back(model, found, told[OBFUSCATION])
+        return guess_back(model, found, told)
 
     @abstractmethod
     def run(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:

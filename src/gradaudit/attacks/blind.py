@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
+from gradaudit.channels import ANYTHING, Trait
 from gradaudit.leakage.priors import frequent_tokens, usual_image
 from gradaudit.models.base import Model, TextModel
 from gradaudit.models.images import ImageModel
@@ -28,7 +29,8 @@ class Blind(Attack[Model]):
     name: ClassVar[str] = "blind"
     source: ClassVar[str] = "evaluation protocol: prior only, on the same batches"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm", "image-classification")
-    models_defenses: ClassVar[tuple[str, ...]] = ("*",)
+    handles: ClassVar[frozenset[Trait]] = ANYTHING
+    takes_any: ClassVar[bool] = True
     models_dropout: ClassVar[bool] = True
     exact_on_deltas: ClassVar[bool] = True
     length: int = hyper(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
+from gradaudit.channels import Trait
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.guess_back import OBFUSCATION
 from gradaudit.leakage.rowspace.embedding_rows import words_of
 from gradaudit.leakage.rowspace.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
 from gradaudit.leakage.rowspace.joint import Joint, joint
@@ -49,7 +49,7 @@ class Dager(Attack):
     """
 
     name: ClassVar[str] = "dager"
-    models_defenses: ClassVar[tuple[str, ...]] = ("clip", "gaussian", "laplace", "quantize")
+    handles: ClassVar[frozenset[Trait]] = frozenset({"scaled", "zero mean"})
     source: ClassVar[str] = (
         "DAGER (Petrov et al., NeurIPS 2024). Ours by default: Q, K and V stacked in float64, rank and thresholds by "
         "the widest gap; prefixes that end inside a longer sentence found through the last block's queries"
@@ -182,10 +182,10 @@ class Dager(Attack):
         paper = self.rank == "paper"
         return span(seen, layer, self.roles, fixed_rank=paper, noise=not paper)
 
-    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
+    def handled(self, model: Model | None) -> frozenset[Trait]:
         # noise is told from what a batch spans where prefixes grow; products of an encoder's sets are not
-        grows = not isinstance(model, TextModel) or model.causal or defense in ("clip", OBFUSCATION)
-        return grows and super().reckons_with(defense, model, batch_size)
+        grows = not isinstance(model, TextModel) or model.causal
+        return self.handles if grows else self.handles - {"zero mean"}
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 3  # the vocabulary check and a decoder's growth; an encoder's products are not foreseen

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
+from gradaudit.channels import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.explain import explain
@@ -52,10 +53,7 @@ class Decode(Attack):
     source: ClassVar[str] = "ours: docs/exact-decoding.md; decoding by linear programs after Candes and Tao (2005)"
     tasks: ClassVar[tuple[str, ...]] = ("classification", "causal-lm")
     models_dropout: ClassVar[bool] = True
-    models_defenses: ClassVar[tuple[str, ...]] = (
-        *("clip", "dp-sgd", "gaussian", "laplace", "normalized-gaussian"),
-        *("error-feedback", "quantize", "random-pruning", "sign", "topk"),
-    )
+    handles: ClassVar[frozenset[Trait]] = ANYTHING - {"other"}
     """It reads what was done off the spectrum: scales leave row spaces as they are, and where the space is full words
     are ranked against the noise that is there."""
     candidates: int = hyper(

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gradaudit.attacks.base import ZERO_MEAN, Attack
+from gradaudit.attacks.base import Attack
+from gradaudit.channels import Trait
 from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words
 from gradaudit.leakage.matching.layout import layout
 from gradaudit.leakage.matching.similarity import REPLAYED, Likeness
@@ -39,7 +40,7 @@ class Exchange(Attack):
         "ours: proposals as HotFlip (Ebrahimi et al., ACL 2018) makes them, for the likeness of gradients"
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
-    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *REPLAYED, "clip", "random-pruning", "topk")
+    handles: ClassVar[frozenset[Trait]] = REPLAYED | {"zero mean", "scaled", "support", "one example clipped"}
     evaluations: int = hyper(1500, "gradients computed at most", source="ours: 5 to 10 s on LTI's transformer")
     proposals: int = hyper(48, "exchanges judged a round", source="ours: tried on public windows")
     assumed_length: int = hyper(16, "sentence length when nothing tells it", unit="tokens", source="ours")
@@ -48,12 +49,8 @@ class Exchange(Attack):
     def __post_init__(self) -> None:
         self._at_least(1, "evaluations", "proposals", "assumed_length")
 
-    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
-        # a cosine over all tensors does not see a scale: of the whole, or of the one sentence there is
-        scaled = defense == "dp-sgd" and batch_size == 1
-        return scaled or (
-            (self.counter or defense not in REPLAYED) and super().reckons_with(defense, model, batch_size)
-        )
+    def handled(self, model: Model | None) -> frozenset[Trait]:
+        return self.handles if self.counter else self.handles - REPLAYED
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         model = seen.model

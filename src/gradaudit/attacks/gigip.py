@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import ZERO_MEAN, Attack
+from gradaudit.attacks.base import Attack
+from gradaudit.channels import Trait
 from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
 from gradaudit.leakage.images.matching import COUNTERED, image_labels, match_for, total_variation
 from gradaudit.leakage.images.replay import image_objective
@@ -34,7 +35,7 @@ class GenerativePrior(Attack[ImageModel]):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size", "public")
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
-    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
+    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
     models_dropout: ClassVar[bool] = True  # these models have none
     latent_steps: int = hyper(500, "Adam steps over latents", source="ours")
     latent_rate: float = hyper(0.05, "learning rate of latents", source="ours")

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import ZERO_MEAN, Attack
+from gradaudit.attacks.base import Attack
+from gradaudit.channels import Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.matching.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
-from gradaudit.leakage.matching.counters import countered
+from gradaudit.leakage.matching.counters import COUNTERED, countered
 from gradaudit.leakage.matching.descent import Descent, Schedule, minimize
 from gradaudit.leakage.matching.distances import L2, Distance
 from gradaudit.leakage.matching.layout import Layout
@@ -49,7 +50,7 @@ class Grab(Attack):
     source: ClassVar[str] = "Grab (Feng et al., ACM CCS 2024), sections 4 and 5"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, "normalized-gaussian", "random-pruning", "topk")
+    handles: ClassVar[frozenset[Trait]] = COUNTERED - {"signs"} | {"zero mean"}
     models_dropout: ClassVar[bool] = True
     rounds: int = hyper(5, "rounds of continuous and discrete search", source="section 5.1")
     steps: int = hyper(2000, "AdamW steps a round", source="section 5.1")
@@ -121,9 +122,8 @@ class Grab(Attack):
         steps = self.rounds * (self.steps + self.refit * self.refit_steps)
         return int(STEP * steps + CANDIDATE * (self.rounds * 2 * beams + orders))
 
-    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
-        plain = defense not in ("normalized-gaussian", "random-pruning", "topk")
-        return (self.counter or plain) and super().reckons_with(defense, model, batch_size)
+    def handled(self, model: Model | None) -> frozenset[Trait]:
+        return self.handles if self.counter else self.handles - COUNTERED
 
     def distance(self, seen: Observation) -> Distance:
         """Return what is measured, with the counters to the defenses that were told.
@@ -134,8 +134,7 @@ class Grab(Attack):
         inner: Distance = L2(self.l1)
         if not self.counter:
             return inner
-        names = {defense.get("name") for defense in seen.knowledge.defenses or ()}
-        if "sign" in names:
+        if "signs" in all_traits(seen.knowledge.defenses):
             raise NotSupportedError("attack 'grab' has no counter to sign compression; use 'decode'")
         return countered(inner, seen, self.name)
 

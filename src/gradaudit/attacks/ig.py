@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import ZERO_MEAN, Attack
+from gradaudit.attacks.base import Attack
+from gradaudit.channels import Trait
 from gradaudit.leakage.images.matching import (
     COUNTERED,
     Signed,
@@ -39,7 +40,7 @@ class InvertingGradients(Attack[ImageModel]):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
-    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
+    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
     models_dropout: ClassVar[bool] = True  # these models have none
     steps: int = hyper(2000, "steps of signed Adam", source="ours: the paper takes 4,800 on CIFAR-10")
     learning_rate: float = hyper(0.1, "at first; a tenth after 3/8, 5/8 and 7/8 of the steps", source="Geiping et al.")

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.base import ZERO_MEAN, Attack
+from gradaudit.attacks.base import Attack
+from gradaudit.channels import Trait
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.matching.counters import COUNTERED, countered
@@ -44,7 +45,7 @@ class Lamp(Attack):
     name: ClassVar[str] = "lamp"
     source: ClassVar[str] = "LAMP (Balunovic et al., NeurIPS 2022), sections 4 and 5, appendix A"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
-    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
+    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     distance: str = hyper("cos", "'cos' or 'l2+l1'", source="section 5")
     starts: int = hyper(500, "Gaussian starts, of which the best is taken", source="appendix A")
@@ -91,11 +92,10 @@ class Lamp(Attack):
         self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
         self._at_least(0, "norm", "silent")
 
-    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
-        # the cosine of each tensor does not see a scale: clipping of the whole, or of the one sentence there is
-        scaled = defense == "clip" or (defense == "dp-sgd" and batch_size == 1)
-        counted = self.counter or defense not in COUNTERED
-        return (scaled and self.distance == "cos") or (counted and super().reckons_with(defense, model, batch_size))
+    def handled(self, model: Model | None) -> frozenset[Trait]:
+        found = self.handles if self.counter else self.handles - COUNTERED
+        # 1 - cosine does not see by what the whole was scaled
+        return found | {"scaled", "one example clipped"} if self.distance == "cos" else found
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         measured: Distance = Cosine(self.silent) if self.distance == "cos" else SquaredL2(0.01)

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from gradaudit.attacks.base import Attack
+from gradaudit.channels import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.manifest import Target
 from gradaudit.learned.public import Public, Simulation
@@ -16,7 +17,7 @@ from gradaudit.learned.text.features import sizes_of
 from gradaudit.learned.text.fit import fit_inverter
 from gradaudit.learned.text.inverter import load_inverter, save_inverter
 from gradaudit.learned.text.plan import Plan
-from gradaudit.models.base import Model, TextModel
+from gradaudit.models.base import TextModel
 from gradaudit.registry import describe, hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -43,7 +44,8 @@ class Lti(Attack):
         "the public simulations (the paper feeds them as they are), the learning rate falls to zero (its is constant), "
         "training stops early by public validation, and sentences of a batch are learned in any order"
     )
-    models_defenses: ClassVar[tuple[str, ...]] = ("*",)
+    handles: ClassVar[frozenset[Trait]] = ANYTHING - {"remembers"}
+    takes_any: ClassVar[bool] = True
     models_dropout: ClassVar[bool] = True
     exact_on_deltas: ClassVar[bool] = True
     learner: Literal["network", "layers"] = hyper(
@@ -94,10 +96,6 @@ class Lti(Attack):
         self._at_least(0, "learning_rate", "patience")
         if not 0 < self.share <= 1 or not 0 < self.validation < 1:
             raise BadInputError("attack 'lti': share must be above 0 and at most 1, validation between 0 and 1")
-
-    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
-        # what the client holds back of earlier rounds is not simulated
-        return defense != "error-feedback" and super().reckons_with(defense, model, batch_size)
 
     @property
     def unfitted(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
+from gradaudit.channels import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.images.likelihood import LAWS, ImageEvidence, has_law
 from gradaudit.leakage.images.matching import image_labels
@@ -17,7 +18,6 @@ from gradaudit.leakage.images.posterior import likeliest_images
 from gradaudit.learned.images.fit import Plan, Simulation, fit_image_inverter
 from gradaudit.learned.images.inverter import ImageInverter, load_image_inverter, save_image_inverter
 from gradaudit.learned.manifest import Target
-from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import describe, hyper, register
 from gradaudit.types import Observation, PublicImages, Reconstruction
@@ -44,7 +44,8 @@ class LtiImages(Attack[ImageModel]):
         "kernel and refine"
     )
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
-    models_defenses: ClassVar[tuple[str, ...]] = ("*",)
+    handles: ClassVar[frozenset[Trait]] = ANYTHING - {"remembers"}
+    takes_any: ClassVar[bool] = True
     models_dropout: ClassVar[bool] = True
     exact_on_deltas: ClassVar[bool] = True
     inverter: str = hyper("", "folder of a fitted inverter; without one, 'run' and 'sweep' fit it from [public]")
@@ -82,10 +83,6 @@ class LtiImages(Attack[ImageModel]):
             raise BadInputError(
                 "attack 'lti-images': learning_rate must be above 0, validation must lie between 0 and 1"
             )
-
-    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
-        # what the client holds back of earlier rounds is not simulated
-        return defense != "error-feedback" and super().reckons_with(defense, model, batch_size)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 2 * self.refine

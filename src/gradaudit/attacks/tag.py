@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from gradaudit.attacks.base import ZERO_MEAN, Attack
+from gradaudit.attacks.base import Attack
+from gradaudit.channels import Trait
 from gradaudit.leakage.matching.counters import COUNTERED, countered
 from gradaudit.leakage.matching.distances import SquaredL2
 from gradaudit.leakage.matching.loop import match
@@ -31,7 +32,7 @@ class Tag(Attack):
         "TAG (Deng et al., EMNLP Findings 2021), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
-    models_defenses: ClassVar[tuple[str, ...]] = (*ZERO_MEAN, *COUNTERED)
+    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
     l1: float = hyper(0.01, "weight of the L1 term", source="LAMP, appendix: baselines")
@@ -62,8 +63,8 @@ class Tag(Attack):
         self._at_least(0, "steps", "replayed_steps", "start")
         self._at_least(1, "restarts", "assumed_length")
 
-    def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
-        return (self.counter or defense not in COUNTERED) and super().reckons_with(defense, model, batch_size)
+    def handled(self, model: Model | None) -> frozenset[Trait]:
+        return self.handles if self.counter else self.handles - COUNTERED
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         distance = SquaredL2(l1=self.l1)

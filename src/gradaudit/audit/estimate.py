@@ -8,12 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from gradaudit.audit.fitting import simulation_of
-from gradaudit.audit.prepare import Prepared, PreparedImages, private_batch
+from gradaudit.audit.prepare import Prepared, private_batch
 from gradaudit.client.client import Client
-from gradaudit.client.simulate_images import ImageSimulation
-from gradaudit.client.simulate_text import ClientSimulation
 from gradaudit.streams import stream
-from gradaudit.types import ImageBatch, PublicImages
 
 _TRIED = 32
 """Public updates that are simulated to see how long they take."""
@@ -41,14 +38,14 @@ class Estimate:
     learning: float
 
 
-def estimate(ready: Prepared | PreparedImages) -> Estimate:
+def estimate(ready: Prepared) -> Estimate:
     """Return the cost of a prepared case, from one measured gradient of its first batch.
 
     Args:
         ready: the prepared case.
     """
-    batch = ready.rows.batch(ready.batches[0]) if isinstance(ready, PreparedImages) else private_batch(ready, 0)
-    tokens = None if isinstance(batch, ImageBatch) else batch.tokens
+    batch = private_batch(ready, 0)
+    tokens = None if batch.sizes is None else sum(batch.sizes)
     client = Client(ready.model)
     client.update(batch, stream(0, "warm-up"))
     times = []
@@ -79,7 +76,7 @@ def estimate(ready: Prepared | PreparedImages) -> Estimate:
     )
 
 
-def _simulating(ready: Prepared | PreparedImages) -> float:
+def _simulating(ready: Prepared) -> float:
     """Return the seconds that simulating all public updates takes, from some of them; nothing of the attack is run."""
     public, size = ready.public, ready.case.data.batch_size
     if public is None:
@@ -92,19 +89,6 @@ def _simulating(ready: Prepared | PreparedImages) -> float:
     times = []
     for turn in range(2):
         began = time.perf_counter()
-        if isinstance(public, PublicImages):
-            assert isinstance(simulation, ImageSimulation)
-            images, labels = public.images[some], public.labels[some]
-            simulation(images.view(-1, size, *images.shape[1:]), labels.view(-1, size), stream(0, "learning", turn))
-        else:
-            assert isinstance(simulation, ClientSimulation)
-            texts = public.take(some)
-            shape = (-1, size, texts.ids.shape[1])
-            classes = None if texts.labels is None else texts.labels.view(-1, size)
-            for _, parts in simulation(
-                texts.ids.view(shape), texts.mask.view(shape), classes, stream(0, "learning", turn)
-            ):
-                for _ in parts:
-                    pass
+        simulation.try_out(public, some, size, stream(0, "learning", turn))
         times.append((time.perf_counter() - began) / (len(some) // size))
     return min(times) * ready.attack.simulated_updates(whole)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
+from gradaudit.data.rows import MARKS
 from gradaudit.errors import BadInputError
-from gradaudit.learned.public import Public
 from gradaudit.models.base import Model
-from gradaudit.models.transformers import TransformersModel
-from gradaudit.types import ImageBatch, Private, PublicImages
+from gradaudit.models.spec import kind_of
+from gradaudit.types import Private, PublicData
 
 ROWS = "rows.txt"
 """Hashes of the rows that an inverter was fitted to."""
 
 
-def note_rows(folder: Path, public: Public | PublicImages, model: Model) -> None:
+def note_rows(folder: Path, public: PublicData, model: Model) -> None:
     """Write down, as hashes, what an inverter was fitted to, so that nobody audits it on that.
 
     Args:
@@ -63,16 +60,6 @@ def refuse_seen(folder: Path, batches: Iterable[Private], model: Model) -> None:
         )
 
 
-def _marks(data: Public | PublicImages | Private, model: Model) -> list[str]:
-    """Return a hash of each row: of its words, special tokens left out, or of its pixels."""
-    if isinstance(data, PublicImages | ImageBatch):
-        rows = [image.numpy().tobytes() for image in (255 * data.images).round().to(torch.uint8).cpu()]
-    else:
-        assert isinstance(model, TransformersModel)
-        pairs = zip(data.ids.tolist(), data.mask.tolist(), strict=True)
-        special = model.special.ids
-        rows = [
-            json.dumps([i for i, m in zip(ids, mask, strict=True) if m and i not in special]).encode()
-            for ids, mask in pairs
-        ]
-    return [hashlib.sha256(row).hexdigest()[:16] for row in rows]
+def _marks(data: PublicData | Private, model: Model) -> list[str]:
+    """Return a hash of each row."""
+    return [hashlib.sha256(row).hexdigest()[:16] for row in MARKS[kind_of(model.spec.task)](data, model)]

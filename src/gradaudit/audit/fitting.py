@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,82 +13,26 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.audit.fitted_rows import note_rows
 from gradaudit.case import Case
+from gradaudit.client import simulate_images, simulate_text  # noqa: F401 - each registers its simulation
 from gradaudit.client.client import Client
-from gradaudit.client.simulate_images import ImageSimulation
-from gradaudit.client.simulate_text import ClientSimulation
-from gradaudit.data.draw import shuffled
-from gradaudit.data.spec import PublicSpec
-from gradaudit.data.text import Rows, load_rows, make_batch
-from gradaudit.data.windows import apart, windows
+from gradaudit.client.simulation import SIMULATIONS, ReplayedClient
 from gradaudit.errors import BadInputError, MissingKnowledgeError
 from gradaudit.files import only_writer
 from gradaudit.learned.manifest import MANIFEST, Target
-from gradaudit.learned.public import Public
-from gradaudit.models.images import ImageModel
-from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.spec import kind_of
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
-from gradaudit.types import PublicImages
+from gradaudit.types import PublicData
 
-Data = Public | PublicImages
-"""What the attacker has, of any kind."""
 INVERTERS = "inverters"
 """Folder of what was fitted, under that of a run or a sweep."""
 _FORM = 2
 """Of fitting: another one fits anew."""
+_FACTS = ("public", "texts", "images", "steps", "accuracy", "mse")
+"""What of a manifest `gradaudit fit` prints, where it is there."""
 _KEY = "key.txt"
 """What a folder of `gradaudit fit` was made from."""
-
-
-def public_text(
-    spec: PublicSpec,
-    base: Path,
-    model: TransformersModel,
-    window: int | None,
-    private: Rows,
-    audited: Sequence[Sequence[int]],
-) -> Public:
-    """Return the attacker's own text, without anything that an audited batch holds.
-
-    Args:
-        spec: the [public] table.
-        base: folder that a relative path starts from.
-        model: encodes it, and says whether it needs labels.
-        window: of [data].
-        private: the audited rows, and others.
-        audited: numbers of the rows of each audited batch.
-
-    Raises:
-        BadInputError: it cannot be read, or nothing is left of it.
-    """
-    rows = load_rows(spec, base)
-    if window is not None:
-        rows = windows(rows, model, window, whole=False)
-    allowed = set(apart(rows, private, (number for batch in audited for number in batch)))
-    kept = [number for number in shuffled(spec, len(rows.texts)) if number in allowed][: spec.rows]
-    if not kept:
-        raise BadInputError(f"[public] {rows.where} has no row that is in no audited batch; give other text")
-    labels = None
-    if model.spec.task == "classification" and spec.source == "words":
-        # nobody's labels: as good a guess as any
-        rng = stream(spec.shuffle_seed or 0, "labels")
-        drawn = torch.randint(model.spec.labels, (len(rows.texts),), generator=rng).tolist()
-        labels = [drawn[n] for n in kept]
-    elif model.spec.task == "classification":
-        if rows.labels is None:
-            raise BadInputError('task "classification" needs labels of the public text too: set label in [public]')
-        # by their names: each source numbers its own classes
-        numbers = {name: number for number, name in enumerate(private.classes)}
-        strange = sorted(set(rows.classes) - set(numbers))
-        if strange:
-            raise BadInputError(f"[public] has a class '{strange[0][:40]}' that [data] does not have")
-        labels = [numbers[rows.classes[rows.labels[n]]] for n in kept]
-    ids = None if rows.ids is None else [rows.ids[n] for n in kept]
-    batch = make_batch(model, [rows.texts[n] for n in kept], labels, ids)
-    device, classes = model.device, batch.labels
-    here = None if classes is None else classes.to(device)
-    return Public(batch.ids.to(device), batch.mask.to(device), here, rows.where)
 
 
 def check_told(case: Case) -> None:
@@ -106,11 +49,10 @@ def check_told(case: Case) -> None:
             )
 
 
-def simulation_of(client: Client, selection: Selection) -> ClientSimulation | ImageSimulation:
+def simulation_of(client: Client, selection: Selection) -> ReplayedClient:
     """Return what replays a client on public data."""
-    kind = ImageSimulation if isinstance(client.model, ImageModel) else ClientSimulation
     # what this client holds back of its earlier rounds is made of private data
-    return kind(replace(client, held=None), selection)
+    return SIMULATIONS[kind_of(client.model.spec.task)](replace(client, held=None), selection)
 
 
 def target_of(client: Client, selection: Selection, batch_size: int) -> Target:
@@ -142,7 +84,7 @@ def fit(
     attack: Attack[Any],
     client: Client,
     selection: Selection,
-    public: Data,
+    public: PublicData,
     batch_size: int,
     seed: int,
     folder: Path,
@@ -175,7 +117,7 @@ def fit_case(
     attack: Attack[Any],
     client: Client,
     selection: Selection,
-    public: Data | None,
+    public: PublicData | None,
     case: Case,
     folder: Path,
 ) -> dict[str, Any]:
@@ -200,10 +142,10 @@ def fit_case(
     if not (folder / MANIFEST).is_file():
         fit(attack, client, selection, public, case.data.batch_size, case.seed, folder)
     about = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
-    return {key: about[key] for key in ("public", "texts", "images", "steps", "accuracy", "mse") if key in about}
+    return {key: about[key] for key in _FACTS if key in about}
 
 
-def _key(attack: Attack[Any], target: Target, public: Data, seed: int) -> str:
+def _key(attack: Attack[Any], target: Target, public: PublicData, seed: int) -> str:
     """Return a hash of all that decides what is learned."""
     facts = {
         "form": _FORM,
@@ -215,13 +157,10 @@ def _key(attack: Attack[Any], target: Target, public: Data, seed: int) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def digest_of(public: Data) -> str:
+def digest_of(public: PublicData) -> str:
     """Return the sha256 of all that the attacker has."""
     digest = hashlib.sha256()
-    parts = (
-        (public.images, public.labels) if isinstance(public, PublicImages) else (public.ids, public.mask, public.labels)
-    )
-    for tensor in parts:
+    for tensor in public.parts():
         if tensor is not None:
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -232,7 +171,7 @@ def fitted(
     attack: Attack[Any],
     client: Client,
     selection: Selection,
-    public: Data | None,
+    public: PublicData | None,
     batch_size: int,
     seed: int,
     folder: Path,

@@ -10,19 +10,21 @@ from pathlib import Path
 
 import gradaudit
 from gradaudit.accounting.promised import promised
-from gradaudit.audit.fitting import Data, digest_of
-from gradaudit.audit.prepare import Prepared, PreparedImages
+from gradaudit.audit.fitting import digest_of
+from gradaudit.audit.prepare import Prepared
 from gradaudit.case import Case
 from gradaudit.errors import BadInputError
 from gradaudit.learned.manifest import digest_of_inverter
 from gradaudit.machine import multiplied_by
+from gradaudit.models.spec import kind_of
 from gradaudit.record import RunInfo
-from gradaudit.registry import describe
+from gradaudit.scores import SCORES
 
 RECORDS, TEXTS, IMAGES, INFO = "records.jsonl", "texts.jsonl", "images.jsonl", "run.json"
+"""Files of a run's folder: for everyone, the private side of text and of images, and what the run says of itself."""
 
 
-def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None = None) -> RunInfo:
+def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo:
     """Return what the run's folder says of itself."""
     model, case = ready.model, ready.case
     return RunInfo(
@@ -39,7 +41,7 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
             "random_weights": model.spec.random_weights,
         },
         data={"where": ready.rows.where, "sha256": ready.rows.sha256, "rows": len(ready.rows)}
-        | {name: value for name, value in _digests(ready).items() if value is not None},
+        | {name: value for name, value in digests(ready).items() if value is not None},
         versions={
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers", "numpy")},
@@ -52,19 +54,17 @@ def run_info(ready: Prepared | PreparedImages, settings: dict[str, str] | None =
     )
 
 
-def _digests(ready: Prepared | PreparedImages) -> dict[str, str | None]:
+def digests(ready: Prepared) -> dict[str, str | None]:
     """Return hashes of what the attacker has: public data, and what it learned before; None where there is none."""
-    public: Data | None = ready.public
+    public = ready.public
     named = getattr(ready.attack, "inverter", "")
     learned = digest_of_inverter(Path(named)) if named else None
     return {"public_sha256": None if public is None else digest_of(public), "inverter_sha256": learned}
 
 
-def _promises(ready: Prepared | PreparedImages) -> dict[str, str]:
+def _promises(ready: Prepared) -> dict[str, str]:
     client, case = ready.client, ready.case
-    said = promised(
-        [describe(d) for d in client.defenses], client.training.steps(case.data.batch_size), len(client.trained())
-    )
+    said = promised(client.defenses, client.training.steps(case.data.batch_size), len(client.trained()))
     return {} if said is None else {case.setting(): said}
 
 
@@ -87,7 +87,7 @@ def describe_client(case: Case) -> str:
     frozen = f", frozen: {', '.join(client.freeze)}" if client.freeze else ", everything trained"
     defended = f", defenses: {', '.join(str(d['name']) for d in case.defense)}" if case.defense else ""
     size = case.data.batch_size
-    unit = "image" if case.task == "image-classification" else "sentence"
+    unit = SCORES[kind_of(case.task)].example
     several = f" of {client.clients} clients" if client.clients > 1 else ""
     on = f"{size} {unit}{'s' * (size > 1)}{several}"
     return f"{what} on {on}, dropout {'on' if client.dropout else 'off'}{frozen}{defended}"

@@ -2,51 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.audit.fitting import check_told, public_text
+from gradaudit.audit import images, text  # noqa: F401 - each registers what it loads
+from gradaudit.audit.fitting import check_told
+from gradaudit.audit.loading import LOADERS
 from gradaudit.case import Case
 from gradaudit.client.client import Client
 from gradaudit.client.error_feedback import after_rounds, earlier_rounds
-from gradaudit.client.warm_up import warm_up, warm_up_rows
-from gradaudit.data.draw import draw, draw_numbers
-from gradaudit.data.files import found_file
-from gradaudit.data.images import ImageRows, load_images, public_images
-from gradaudit.data.text import Rows, load_rows, make_batch, numbered
-from gradaudit.data.windows import windows
+from gradaudit.data.rows import READERS, Rows
 from gradaudit.defenses.base import Defense, ExampleDefense, UpdateDefense
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
-from gradaudit.learned.public import Public
-from gradaudit.metrics.perceptual import Perceptual, load_perceptual
+from gradaudit.judge.judgment import Judge
 from gradaudit.models.base import Model
-from gradaudit.models.images import ImageModel, load_image_model
-from gradaudit.models.spec import ModelSpec
-from gradaudit.models.transformers import TransformersModel
-from gradaudit.models.zoo import head_classes, load_model
+from gradaudit.models.spec import kind_of
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
-from gradaudit.types import Batch, PublicImages
+from gradaudit.types import PublicImages
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case of text with its model, data and attack at hand."""
+    """A case with its model, data and attack at hand.
+
+    Args:
+        case: the case.
+        model: the model.
+        source: what the kind's reader read.
+        rows: the data beside the model.
+        batches: row numbers of each private batch.
+        client: trains on them.
+        selection: what the attacker sees of an update.
+        attack: the attack.
+        judge: compares what it finds with the truth.
+        device: where all of it runs.
+        public: what the attack learns from; None for nothing.
+        in_sight: what every attack sees beside the update; None for nothing.
+        auxiliary: what the attacker has, in words, for the record.
+    """
 
     case: Case
-    model: TransformersModel
+    model: Any
+    source: Any
     rows: Rows
     batches: list[tuple[int, ...]]
     client: Client
     selection: Selection
-    attack: Attack
+    attack: Attack[Any]
+    judge: Judge[Any]
     device: torch.device
-    public: Public | None = None
+    public: Any
+    in_sight: PublicImages | None
+    auxiliary: Mapping[str, Any]
 
 
 def pick_device(name: str) -> torch.device:
@@ -68,9 +81,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def prepare(
-    case: Case, base: Path, device: torch.device, loaded: Model | None = None, read: Rows | None = None
-) -> Prepared | PreparedImages:
+def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None = None, read: Any = None) -> Prepared:
     """Load what a case names and check that it fits together, before any batch runs.
 
     Args:
@@ -78,7 +89,7 @@ def prepare(
         base: folder that relative data paths start from.
         device: where the model goes.
         loaded: a model that is already at hand with this case's spec.
-        read: the rows of its text source, where they are already at hand.
+        read: what its kind's reader read, where that is already at hand.
 
     Raises:
         BadInputError: data, model or selection that cannot be used.
@@ -92,120 +103,12 @@ def prepare(
         )
     if attack.unfitted:
         check_told(case)
-    if case.task == "image-classification":
-        return prepare_images(case, base, device, loaded)
-    return prepare_text(case, base, device, loaded, read)
-
-
-def prepare_text(
-    case: Case, base: Path, device: torch.device, loaded: Model | None = None, read: Rows | None = None
-) -> Prepared:
-    """Load what a case of text names; see `prepare`."""
-    attack = case.build_attack()
-    rows = load_rows(case.data, base) if read is None else read
-    if case.task == "classification" and rows.labels is None:
-        raise BadInputError('task "classification" needs a label column: set label in [data]')
-    if case.task == "classification":
-        rows = numbered(rows, head_classes(case.model))
-    window = case.data.window
-    batches = draw(case.data, rows) if window is None else []
-    spec = ModelSpec(
-        case.model,
-        case.task,
-        max(2, len(rows.classes)),
-        seed=case.seed,
-        layers=case.layers,
-        lora=case.lora.given() if case.lora is not None else None,
-        loss=case.loss,
-    )
-    model = loaded if isinstance(loaded, TransformersModel) else load_model(spec, device)
-    if window is not None:
-        rows = windows(rows, model, window, whole=True)
-        batches = draw(case.data, rows)
-    if loaded is None and spec.lora is not None and spec.lora.warmup:
-        warm_up(model, _public_batches(case, model, rows, batches, spec.lora.warmup))
-    selection = Selection(case.selection.tensors)
-    client = client_of(case, model)
-    check_counters(case, attack, client)
-    frozen = client.frozen()
-    if all(view.parameter in frozen for view in selection.views(model).values()):
-        raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
-    earlier = earlier_numbers(case, client, len(rows.texts), batches)
-    client = after_rounds(
-        client, (_batch(case, model, rows, some) for some in earlier), stream(case.seed, "earlier rounds")
-    )
-    public = None
-    if case.public is not None:
-        public = public_text(case.public, base, model, window, rows, batches)
-    return Prepared(case, model, rows, batches, client, selection, attack, device, public)
-
-
-def _public_batches(
-    case: Case, model: TransformersModel, rows: Rows, private: Sequence[tuple[int, ...]], count: int
-) -> Iterator[Batch]:
-    """Yield batches of rows that are in no private batch, over again where there are few."""
-    for numbers in warm_up_rows(case.seed, len(rows.texts), private, count):
-        yield _batch(case, model, rows, numbers)
-
-
-def private_batch(ready: Prepared, index: int) -> Batch:
-    """Return the private batch of one index."""
-    return _batch(ready.case, ready.model, ready.rows, ready.batches[index])
-
-
-def _batch(case: Case, model: TransformersModel, rows: Rows, numbers: Sequence[int]) -> Batch:
-    labels = None
-    if case.task == "classification" and rows.labels is not None:
-        labels = [rows.labels[i] for i in numbers]
-    ids = None if rows.ids is None else [rows.ids[i] for i in numbers]
-    return make_batch(model, [rows.texts[i] for i in numbers], labels, ids)
-
-
-@dataclass(frozen=True)
-class PreparedImages:
-    """A case of images with its model, data and attack at hand; `public` is what the attacker has from elsewhere."""
-
-    case: Case
-    model: ImageModel
-    rows: ImageRows
-    batches: list[tuple[int, ...]]
-    client: Client
-    selection: Selection
-    attack: Attack[ImageModel]
-    device: torch.device
-    public: PublicImages | None
-    perceptual: Perceptual | None = None
-
-
-def prepare_images(case: Case, base: Path, device: torch.device, loaded: Model | None = None) -> PreparedImages:
-    """Load what a case of images names and check that it fits together; see `audit.prepare`.
-
-    The attacker's images are those of [public], or the digits that are in no audited batch where the case audits the
-    embedded digits; audited images are never among them.
-    """
-    attack: Attack[ImageModel] = case.build_attack()
-    if case.metrics.published:
-        raise BadInputError("[metrics] published names scorings of text; leave it away for images")
-    rows = load_images(case.data, base)
-    batches = draw_numbers(case.data, len(rows), rows.where)
-    public = None
-    if case.public is not None:
-        public = public_images(load_images(case.public, base), rows, batches, case.public)
-    elif case.data.source == "digits" and len(rows) > sum(map(len, batches)):
-        public = public_images(rows, rows, batches)
-    if "public" in attack.needs and public is None:
-        raise MissingKnowledgeError(f"attack '{attack.name}' must be given public: add a [public] table with images")
-    spec = ModelSpec(
-        case.model,
-        case.task,
-        max(2, len(rows.classes)),
-        seed=case.seed,
-        layers=case.layers,
-        lora=case.lora.given() if case.lora is not None else None,
-        loss=case.loss,
-        image=rows.shape,
-    )
-    model = loaded if isinstance(loaded, ImageModel) else load_image_model(spec, device)
+    kind = kind_of(case.task)
+    source = READERS[kind](case.data, base) if read is None else read
+    found = LOADERS[kind](case, source, base, device, loaded)
+    if "public" in attack.needs and found.public is None:
+        raise MissingKnowledgeError(f"attack '{attack.name}' must be given public: add a [public] table with {kind}")
+    model, rows, batches = found.model, found.rows, found.batches
     selection = Selection(case.selection.tensors)
     client = client_of(case, model)
     check_counters(case, attack, client)
@@ -214,9 +117,26 @@ def prepare_images(case: Case, base: Path, device: torch.device, loaded: Model |
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
     earlier = earlier_numbers(case, client, len(rows), batches)
     client = after_rounds(client, (rows.batch(some) for some in earlier), stream(case.seed, "earlier rounds"))
-    weights = case.metrics.lpips
-    perceptual = None if weights is None else load_perceptual(found_file(weights, base))
-    return PreparedImages(case, model, rows, batches, client, selection, attack, device, public, perceptual)
+    return Prepared(
+        case=case,
+        model=model,
+        source=source,
+        rows=rows,
+        batches=batches,
+        client=client,
+        selection=selection,
+        attack=attack,
+        judge=found.judge,
+        device=device,
+        public=found.public,
+        in_sight=found.in_sight,
+        auxiliary=found.auxiliary,
+    )
+
+
+def private_batch(ready: Prepared, index: int) -> Any:
+    """Return the private batch of one index: a `Private` of the case's kind of data."""
+    return ready.rows.batch(ready.batches[index])
 
 
 M = TypeVar("M", bound=Model)

@@ -8,18 +8,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from gradaudit.audit.batch import audit_batch, audit_images
+from gradaudit.audit.batch import audit_batch
 from gradaudit.audit.fitted_rows import refuse_seen
 from gradaudit.audit.fitting import INVERTERS, check_told, fitted
-from gradaudit.audit.info import IMAGES, INFO, RECORDS, TEXTS, _digests, run_info, write_info
+from gradaudit.audit.info import INFO, RECORDS, digests, run_info, write_info
 from gradaudit.audit.prepare import (
     Prepared,
-    PreparedImages,
     private_batch,
 )
 from gradaudit.errors import BadInputError
 from gradaudit.files import append_line, only_writer, read_lines
-from gradaudit.record import Pictures, Record, RunInfo, Texts
+from gradaudit.record import Record, RunInfo
 from gradaudit.types import Private
 from gradaudit.workspace import kept_in, learned_in
 
@@ -30,7 +29,7 @@ UNFINISHED = "unfinished"
 
 
 def run(
-    ready: Prepared | PreparedImages,
+    ready: Prepared,
     out: Path,
     each: Callable[[Record], None] | None = None,
     inverters: Path | None = None,
@@ -42,7 +41,7 @@ def run(
 
     Args:
         ready: the prepared case.
-        out: folder for records.jsonl, texts.jsonl or images.jsonl, and run.json.
+        out: folder for records.jsonl, the private side beside it, and run.json.
         each: called with each new record.
         inverters: where attacks that learn keep what they learned; a folder of the run when None.
 
@@ -68,33 +67,29 @@ def run(
             yield record
 
 
-def audited_batches(ready: Prepared | PreparedImages) -> Iterator[Private]:
+def audited_batches(ready: Prepared) -> Iterator[Private]:
     """Yield the private batches of a case."""
-    for index, numbers in enumerate(ready.batches):
-        yield ready.rows.batch(numbers) if isinstance(ready, PreparedImages) else private_batch(ready, index)
+    for index in range(len(ready.batches)):
+        yield private_batch(ready, index)
 
 
-def audited(ready: Prepared | PreparedImages, index: int, out: Path) -> Record:
+def audited(ready: Prepared, index: int, out: Path) -> Record:
     """Audit one batch and write down what came of it, the private side first."""
-    private: Texts | Pictures
-    if isinstance(ready, PreparedImages):
-        record, private = audit_images(ready, index)
-    else:
-        record, private = audit_batch(ready, index)
-    append_line(out / (IMAGES if isinstance(private, Pictures) else TEXTS), private, private=True)
+    record, private = audit_batch(ready, index)
+    append_line(out / ready.judge.file, private, private=True)
     append_line(out / RECORDS, record)
     return record
 
 
-def fitted_case(ready: Prepared | PreparedImages, folder: Path) -> Prepared | PreparedImages:
+def fitted_case(ready: Prepared, folder: Path) -> Prepared:
     """Return a case whose attack has learned what it needs, into a folder or from what an earlier run left there."""
     case, client, selection = ready.case, ready.client, ready.selection
     check_told(case)
     attack = fitted(ready.attack, client, selection, ready.public, case.data.batch_size, case.seed, folder)
-    return replace(ready, attack=attack) if isinstance(ready, Prepared) else replace(ready, attack=attack)  # noqa: RUF034
+    return replace(ready, attack=attack)
 
 
-def open_folder(ready: Prepared | PreparedImages, out: Path, shared: bool = False) -> dict[int, Record]:
+def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, Record]:
     """Make or reopen a run's folder and return the finished records of this case by batch.
 
     Args:
@@ -108,8 +103,7 @@ def open_folder(ready: Prepared | PreparedImages, out: Path, shared: bool = Fals
         raise BadInputError(f"cannot make folder {out} ({error.strerror}); choose another --out") from None
     mine = ready.case.content_hash()
     _drop_cut_line(out / RECORDS)
-    _drop_cut_line(out / TEXTS)
-    _drop_cut_line(out / IMAGES)
+    _drop_cut_line(out / ready.judge.file)
     records = list(read_lines(out / RECORDS, Record))
     if not shared and any(r.case != mine for r in records):
         raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
@@ -124,7 +118,7 @@ def open_folder(ready: Prepared | PreparedImages, out: Path, shared: bool = Fals
     return {r.batch: r for r in records if r.case == mine}
 
 
-def _changed(ready: Prepared | PreparedImages, path: Path) -> str:
+def _changed(ready: Prepared, path: Path) -> str:
     """Return what is not as it was when a run was begun; empty for nothing."""
     try:
         before = RunInfo.model_validate_json(path.read_bytes())
@@ -132,7 +126,7 @@ def _changed(ready: Prepared | PreparedImages, path: Path) -> str:
         return ""
     if before.data.get("sha256") not in (None, ready.rows.sha256):
         return "data has"
-    for name, value in _digests(ready).items():
+    for name, value in digests(ready).items():
         if value is not None and before.data.get(name) not in (None, value):
             return "inverter has" if name == "inverter_sha256" else "[public] data has"
     # adapters that were warmed up differ by rounding from one machine to the next

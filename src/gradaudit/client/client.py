@@ -10,6 +10,8 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
+import gradaudit.client.images
+import gradaudit.client.text  # noqa: F401 - each registers how it is trained on
 from gradaudit.client.example_gradients import Mode
 from gradaudit.client.examples import Apart, Examples, examples_of
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
@@ -274,7 +276,7 @@ class Client:
 
     def knowledge(self, batch: Private, update: Update, given: Given) -> Knowledge:
         """Return the values of the facts that are given away; images have no lengths."""
-        lengths = tuple(len(s) for s in batch.sequences()) if isinstance(batch, Batch) else None
+        lengths = batch.sizes
         labels = None if batch.labels is None else tuple(int(y) for y in batch.labels)
         return Knowledge(
             batch_size=len(batch) if given.batch_size else None,

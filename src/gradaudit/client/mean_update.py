@@ -12,7 +12,7 @@ from gradaudit.client.client import Client
 from gradaudit.defenses.base import ExampleDefense, ModelDefense, UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.streams import draw_seed, stream
-from gradaudit.types import Batch, ImageBatch, Private, Update
+from gradaudit.types import Private, Update
 
 _ALONE = 4
 """Examples of a client from which on its gradient is computed by itself: below, each example's own are cheaper."""
@@ -90,26 +90,19 @@ def _by_mean(defenses: list[UpdateDefense], clients: int) -> bool:
 def _whole(client: Client, batch: Private, rng: torch.Generator) -> Mapping[str, Tensor]:
     """Return the gradient of the whole batch."""
     order, parts = _by_length(batch)
-    return replace(client, clients=parts).update(_rows(batch, order), rng).tensors
+    return replace(client, clients=parts).update(batch.take(order), rng).tensors
 
 
 def _by_length(batch: Private) -> tuple[Tensor, int]:
     """Return the sentences, short ones first, and in how many parts they are computed: less padding in each.
 
-    Images are all of one size, and one part.
+    Examples that are all of one size are one part.
     """
     size = len(batch)
-    if isinstance(batch, ImageBatch):
+    if batch.sizes is None:
         return torch.arange(size), 1
     parts = next((n for n in (4, 2) if size % n == 0 and size >= 8 * n), 1)
-    return batch.mask.sum(1).argsort(stable=True), parts
-
-
-def _rows(batch: Private, rows: Tensor) -> Private:
-    if isinstance(batch, ImageBatch):
-        return ImageBatch(batch.images[rows], batch.labels[rows])
-    labels = None if batch.labels is None else batch.labels[rows]
-    return Batch(batch.ids[rows], batch.mask[rows], labels, tuple(batch.texts[int(n)] for n in rows))
+    return torch.tensor(batch.sizes).argsort(stable=True), parts
 
 
 def each_update(client: Client, batch: Private, clients: int, rng: torch.Generator) -> dict[str, Tensor]:
@@ -144,7 +137,7 @@ def updates_by_parts(
         return
     order, parts = _by_length(batch) if size == 1 else (torch.arange(len(batch)), 1)
     for n, rows in enumerate(order.chunk(parts)):
-        found = client.example_gradients(_rows(batch, rows), stream(seed, "mean", n))
+        found = client.example_gradients(batch.take(rows), stream(seed, "mean", n))
         if size > 1:
             found = {name: value.view(-1, size, *value.shape[1:]).mean(1) for name, value in found.items()}
         yield rows[::size] // size, found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradaudit.client.simulation import ReplayedClient
+from gradaudit.client.simulation import SIMULATIONS, ReplayedClient
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.models.images import ImageModel
 from gradaudit.streams import draw_seed, stream
@@ -78,3 +79,10 @@ class ImageSimulation(ReplayedClient):
                 tensors = defense.on_each(tensors, stream(seed, "defense", place))
         seen = [torch.vmap(view)(tensors[view.parameter]).flatten(1) for view in self.views.values()]
         return torch.cat(seen, 1)
+
+    def try_out(self, public: Any, rows: Tensor, size: int, rng: torch.Generator) -> None:
+        images, labels = public.images[rows], public.labels[rows]
+        self(images.view(-1, size, *images.shape[1:]), labels.view(-1, size), rng)
+
+
+SIMULATIONS.add("images", ImageSimulation)

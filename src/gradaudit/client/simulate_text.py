@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaudit.client.many_gradients import gradients_of_batches, tapped_parameters
-from gradaudit.client.simulation import ReplayedClient
+from gradaudit.client.simulation import SIMULATIONS, ReplayedClient
 from gradaudit.defenses.base import BatchDefense, ExampleDefense, RoleDefense, UpdateDefense
 from gradaudit.learned.public import Part
 from gradaudit.models.transformers import TransformersModel
@@ -74,7 +75,8 @@ class ClientSimulation(ReplayedClient):
             yield rows, act(ids[rows], mask[rows], chosen, own)
 
     def _alone(self, ids: Tensor, mask: Tensor, labels: Tensor | None, rng: torch.Generator) -> Iterator[Part]:
-        update = self.client.update(_batch(ids[0], mask[0], None if labels is None else labels[0]), rng).tensors
+        with torch.enable_grad():  # learned attacks check what they learned without gradients of their own
+            update = self.client.update(_batch(ids[0], mask[0], None if labels is None else labels[0]), rng).tensors
         for name, view in self.views.items():
             yield Part(name, view(update[view.parameter])[None])
 
@@ -145,8 +147,19 @@ class ClientSimulation(ReplayedClient):
                 whole = view.name == view.parameter
                 yield Part(name, value if whole else torch.vmap(view)(value), noise)
 
+    def try_out(self, public: Any, rows: Tensor, size: int, rng: torch.Generator) -> None:
+        texts = public.take(rows)
+        shape = (-1, size, texts.ids.shape[1])
+        classes = None if texts.labels is None else texts.labels.view(-1, size)
+        for _, parts in self(texts.ids.view(shape), texts.mask.view(shape), classes, rng):
+            for _ in parts:
+                pass
+
 
 def _batch(ids: Tensor, mask: Tensor, labels: Tensor | None) -> Batch:
     """Return public text as the client takes it."""
     longest = int(mask.sum(1).max())
     return Batch(ids[:, :longest].cpu(), mask[:, :longest].cpu(), None if labels is None else labels.cpu(), ())
+
+
+SIMULATIONS.add("text", ClientSimulation)

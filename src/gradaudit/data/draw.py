@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradaudit.data.spec import DataSpec, SourceSpec
-from gradaudit.data.text import Rows
+from gradaudit.data.text import TextRows
 from gradaudit.errors import BadInputError
 
 
@@ -23,7 +23,7 @@ def draw_numbers(spec: DataSpec, count: int, where: str) -> list[tuple[int, ...]
     return [tuple(chosen[start : start + size]) for start in range(0, len(chosen), size)]
 
 
-def draw(spec: DataSpec, rows: Rows) -> list[tuple[int, ...]]:
+def draw(spec: DataSpec, rows: TextRows) -> list[tuple[int, ...]]:
     """Return the row numbers of each batch, counted from 0.
 
     The papers' draw: shuffle the numbers of all rows with the seed, pass over `skip`, cut into batches.

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradaudit.data.columns import labels_of, pick
 from gradaudit.data.draw import shuffled
 from gradaudit.data.files import hub_table
+from gradaudit.data.rows import BINDERS, MARKS, READERS
 from gradaudit.data.spec import PublicSpec, SourceSpec
 from gradaudit.data.tables import Table, parquet
 from gradaudit.errors import BadInputError
@@ -269,31 +270,49 @@ def _image(data: bytes, place: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Images:
+class Images:
+    """Images beside the model that reads them.
+
+    Args:
+        model: of images.
+        source: the images.
+    """
+
     model: ImageModel
-    rows: ImageRows
+    source: ImageRows
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.source)
 
     @property
     def where(self) -> str:
-        return self.rows.where
+        return self.source.where
+
+    @property
+    def sha256(self) -> str:
+        return self.source.sha256
 
     def can_train(self, row: int) -> bool:
         return True
 
-    def apart(self, rows: Sequence[int], test: Sequence[int]) -> list[int]:
-        held = {self._key(row) for row in test}
-        return [row for row in rows if self._key(row) not in held]
-
-    def _key(self, row: int) -> bytes:
-        return hashlib.sha256(self.rows.pixels[row].contiguous().numpy().tobytes()).digest()
+    def disjoint(self, rows: Sequence[int], test: Sequence[int]) -> list[int]:
+        held = {_key(self.source.pixels[row]) for row in test}
+        return [row for row in rows if _key(self.source.pixels[row]) not in held]
 
     def batch(self, rows: Sequence[int]) -> ImageBatch:
-        return self.rows.batch(rows)
+        return self.source.batch(rows)
 
     @torch.no_grad()
     def said(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        batch = self.rows.batch(rows)
+        batch = self.source.batch(rows)
         return self.model.logits(batch.images.to(self.model.device)).argmax(1).cpu(), batch.labels
+
+
+def _marks(data: Any, model: ImageModel) -> list[bytes]:
+    """Return the pixels of each image."""
+    return [image.numpy().tobytes() for image in (255 * data.images).round().to(torch.uint8).cpu()]
+
+
+READERS.add("images", load_images)
+BINDERS.add("images", Images)
+MARKS.add("images", _marks)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from torch import Tensor
 from gradaudit.data.columns import labels_of, pick, texts_of
 from gradaudit.data.files import _read, found_file, hub_table
 from gradaudit.data.frequencies import drawn_texts
+from gradaudit.data.rows import BINDERS, MARKS, READERS
 from gradaudit.data.spec import PublicSpec, SourceSpec
 from gradaudit.data.tables import Table, decoded, jsonl, parquet, separated
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import TextModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.types import Batch
@@ -34,7 +36,7 @@ _DRAWN = 20_000
 
 
 @dataclass(frozen=True)
-class Rows:
+class TextRows:
     """Every row of a data source, in its own order.
 
     Args:
@@ -57,7 +59,7 @@ class Rows:
         return len(self.texts)
 
 
-def load_rows(spec: SourceSpec, base: Path) -> Rows:
+def load_rows(spec: SourceSpec, base: Path) -> TextRows:
     """Return all rows of the source a spec names.
 
     Blank lines of csv, tsv and jsonl files are not rows; in a txt file every line is one.
@@ -78,7 +80,7 @@ def load_rows(spec: SourceSpec, base: Path) -> Rows:
         assert isinstance(spec, PublicSpec)  # others refuse it
         texts = drawn_texts(spec.language, _DRAWN, spec.shuffle_seed or 0)
         where = f"words drawn by their frequency (wordfreq, {spec.language})"
-        return Rows(texts, None, (), where, hashlib.sha256("\n".join(texts).encode()).hexdigest())
+        return TextRows(texts, None, (), where, hashlib.sha256("\n".join(texts).encode()).hexdigest())
     if spec.path is None:
         data = SAMPLE.read_bytes()
         label = "label" if spec.label is None else spec.label
@@ -155,7 +157,7 @@ def make_batch(
     )
 
 
-def numbered(rows: Rows, head: Sequence[str] | None) -> Rows:
+def numbered(rows: TextRows, head: Sequence[str] | None) -> TextRows:
     """Return rows whose classes have the numbers that a model's trained head gives them.
 
     Args:
@@ -175,7 +177,7 @@ def numbered(rows: Rows, head: Sequence[str] | None) -> Rows:
     return rows
 
 
-def _text_lines(data: bytes, spec: SourceSpec) -> Rows:
+def _text_lines(data: bytes, spec: SourceSpec) -> TextRows:
     where = str(spec.path)
     for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
         if asked:
@@ -187,7 +189,7 @@ def _text_lines(data: bytes, spec: SourceSpec) -> Rows:
     texts = tuple(line.removesuffix("\n") for line in io.StringIO(decoded(data, where), newline=None))
     if not texts:
         raise BadInputError(f"{where} holds no rows; give a file with at least one")
-    return Rows(texts, None, (), where, hashlib.sha256(data).hexdigest())
+    return TextRows(texts, None, (), where, hashlib.sha256(data).hexdigest())
 
 
 def _rows(
@@ -196,7 +198,7 @@ def _rows(
     label: str | int | None,
     declared: tuple[str, ...],
     data: bytes | None,
-) -> Rows:
+) -> TextRows:
     texts = texts_of(table, pick(table, "text", text))
     labels: tuple[int, ...] | None = None
     classes: tuple[str, ...] = ()
@@ -205,42 +207,57 @@ def _rows(
     if data is None:
         pairs = zip(texts, labels or [None] * len(texts), strict=True)
         data = "".join(json.dumps(pair) + "\n" for pair in pairs).encode()
-    return Rows(texts, labels, classes, table.where, hashlib.sha256(data).hexdigest())
+    return TextRows(texts, labels, classes, table.where, hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)
-class _Sentences:
+class Sentences:
+    """Texts beside the model that reads them.
+
+    Args:
+        model: of text.
+        source: the texts.
+    """
+
     model: TransformersModel
-    rows: Rows
+    source: TextRows
 
     def __len__(self) -> int:
-        return len(self.rows.texts)
+        return len(self.source.texts)
 
     @property
     def where(self) -> str:
-        return self.rows.where
+        return self.source.where
+
+    @property
+    def sha256(self) -> str:
+        return self.source.sha256
 
     def can_train(self, row: int) -> bool:
-        return bool(self.rows.texts[row].strip())
+        return bool(self.source.texts[row].strip())
 
-    def apart(self, rows: Sequence[int], test: Sequence[int]) -> list[int]:
-        held = [_plain(self.rows.texts[row]) for row in test]
+    def disjoint(self, rows: Sequence[int], test: Sequence[int]) -> list[int]:
+        held = [_plain(self.source.texts[row]) for row in test]
         every = "\n".join(held)
 
         def shares_nothing(row: int) -> bool:
-            text = _plain(self.rows.texts[row])  # neither a part of a tested text, nor one that holds a tested one
+            text = _plain(self.source.texts[row])  # neither a part of a tested text, nor one that holds a tested one
             return text not in every and not any(one in text for one in held)
 
         return [row for row in rows if shares_nothing(row)]
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        assert self.rows.labels is not None
-        return make_batch(self.model, [self.rows.texts[n] for n in rows], [self.rows.labels[n] for n in rows])
+        source = self.source
+        classes = source.labels if self.model.spec.task == "classification" else None
+        labels = None if classes is None else [classes[n] for n in rows]
+        ids = None if source.ids is None else [source.ids[n] for n in rows]
+        return make_batch(self.model, [source.texts[n] for n in rows], labels, ids)
 
     @torch.no_grad()
     def said(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         batch, device = self.batch(rows), self.model.device
-        assert batch.labels is not None
+        if batch.labels is None:
+            raise NotSupportedError("utility is measured on classification; leave [utility] away for next words")
         logits = self.model.logits(ids=batch.ids.to(device), mask=batch.mask.to(device))
         return logits.argmax(1).cpu(), batch.labels
 
@@ -248,3 +265,18 @@ class _Sentences:
 def _plain(text: str) -> str:
     # spaces around, so that a part of a text is whole words of it
     return f" {' '.join(text.lower().split())} "
+
+
+def _marks(data: Any, model: TransformersModel) -> list[bytes]:
+    """Return the words of each row, special tokens left out."""
+    pairs = zip(data.ids.tolist(), data.mask.tolist(), strict=True)
+    special = model.special.ids
+    return [
+        json.dumps([i for i, m in zip(ids, mask, strict=True) if m and i not in special]).encode()
+        for ids, mask in pairs
+    ]
+
+
+READERS.add("text", load_rows)
+BINDERS.add("text", Sentences)
+MARKS.add("text", _marks)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from gradaudit.data.text import Rows
+from gradaudit.data.text import TextRows
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
 
@@ -16,7 +16,7 @@ _FEW = 5
 """Words in a row that two texts may share by chance, and one more."""
 
 
-def windows(rows: Rows, model: TextModel, size: int, whole: bool) -> Rows:
+def windows(rows: TextRows, model: TextModel, size: int, whole: bool) -> TextRows:
     """Return contiguous windows of the tokens of all rows, in their order; what is left over at the end is dropped.
 
     Args:
@@ -46,7 +46,7 @@ def windows(rows: Rows, model: TextModel, size: int, whole: bool) -> Rows:
     return replace(rows, texts=tuple(map(model.decode, cut)), labels=None, classes=(), where=where, ids=tuple(cut))
 
 
-def apart(rows: Rows, private: Rows, numbers: Iterable[int]) -> list[int]:
+def apart(rows: TextRows, private: TextRows, numbers: Iterable[int]) -> list[int]:
     """Return the numbers of public rows that share nothing with some private ones.
 
     A text that occurs in both is left out, whatever its spacing, case and punctuation, and so is one that shares a run

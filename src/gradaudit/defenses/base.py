@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from gradaudit.channels import Law, Trait
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Batch
@@ -24,6 +26,48 @@ class Defense(ABC):
     kind: ClassVar[str] = "defense"
     name: ClassVar[str]
     acts_on: ClassVar[str]
+    traits: ClassVar[frozenset[Trait]] = frozenset({"other"})
+    """What an attacker who is told of it can reckon with; empty where an update shows it by what is absent."""
+    law: ClassVar[Law | None] = None
+    """How likely an update behind it is, where that is known."""
+
+    def bound(self, before: float | None, tensors: int) -> float | None:
+        """Return the largest norm of an update behind the defense; None where there is none.
+
+        Args:
+            before: of what enters it.
+            tensors: how many are sent.
+        """
+        return None
+
+    def noise(self, before: float | None, tensors: int, steps: int) -> Noise | None:
+        """Return the noise that is added to what is sent, and what of it is limited; None for no noise.
+
+        Args:
+            before: largest norm of what enters the defense; None for no limit.
+            tensors: how many are sent.
+            steps: the client's local steps.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Gaussian noise as privacy accounting takes it.
+
+    Args:
+        multiplier: standard deviation, in the unit of `sensitivity`.
+        sensitivity: by how much what is replaced changes a sum; None where nothing limits it.
+        whose: what is replaced.
+        steps: how often it is added.
+        without: why no epsilon follows, where none does.
+    """
+
+    multiplier: float = 0.0
+    sensitivity: float | None = None
+    whose: str = "the whole update (one sentence has no more)"
+    steps: int = 1
+    without: str | None = None
 
 
 def above_zero(defense: str, field: str, value: float) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradaudit.channels import Trait
 from gradaudit.defenses.base import UpdateDefense, above_zero, by_update, mean_of
 from gradaudit.registry import hyper, register
 
@@ -27,9 +28,13 @@ class Clip(UpdateDefense):
     """
 
     name: ClassVar[str] = "clip"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"scaled"})
     deterministic: ClassVar[bool] = True
     norm: float = hyper(1.0, "largest L2 norm", unit="gradient units", source="flwr 1.42, LocalDpMod's clipping_norm")
     per_tensor: bool = hyper(False, "each tensor is clipped by itself")
+
+    def bound(self, before: float | None, tensors: int) -> float:
+        return self.norm * (math.sqrt(tensors) if self.per_tensor else 1.0)
 
     def __post_init__(self) -> None:
         above_zero(self.name, "norm", self.norm)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradaudit.channels import Law, Trait
 from gradaudit.defenses.base import UpdateDefense, by_update
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register
@@ -22,6 +23,8 @@ class Sign(UpdateDefense):
     """Send the sign of every coordinate, -1, 0 or 1 (signSGD)."""
 
     name: ClassVar[str] = "sign"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"signs"})
+    law: ClassVar[Law | None] = "signs"
     deterministic: ClassVar[bool] = True
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
@@ -41,9 +44,14 @@ class TopK(UpdateDefense):
     """
 
     name: ClassVar[str] = "topk"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"support"})
+    law: ClassVar[Law | None] = "largest"
     deterministic: ClassVar[bool] = True
     keep: float = hyper(0.1, "share of the coordinates that is sent", source="LTI, section 4")
     whole: bool = hyper(False, "the largest of the whole update, not of each tensor", later=True)
+
+    def bound(self, before: float | None, tensors: int) -> float | None:
+        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
@@ -94,7 +102,12 @@ class RandomPruning(UpdateDefense):
     """
 
     name: ClassVar[str] = "random-pruning"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"support"})
+    law: ClassVar[Law | None] = "support"
     rate: float = hyper(0.9, "share of the coordinates that is not sent", source="Grab, section 5.5")
+
+    def bound(self, before: float | None, tensors: int) -> float | None:
+        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
@@ -117,6 +130,7 @@ class Quantize(UpdateDefense):
     """
 
     name: ClassVar[str] = "quantize"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"zero mean"})
     deterministic: ClassVar[bool] = True
     bits: int = hyper(8, "16 (bfloat16), 8 or 4 (integers, one scale a tensor)", unit="bits")
 

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import ExampleDefense, above_zero
+from gradaudit.channels import Trait
+from gradaudit.defenses.base import ExampleDefense, Noise, above_zero
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register
 from gradaudit.streams import draw_seed
@@ -30,6 +31,7 @@ class DPSGD(ExampleDefense):
     """
 
     name: ClassVar[str] = "dp-sgd"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"examples clipped"})
     clip: float = hyper(1.0, "bound C on the L2 norm of one example's gradient", source="partial gradients, section 6")
     noise_multiplier: float = hyper(
         1.0, "standard deviation of the noise on the sum over C", source="Abadi et al. 2016"
@@ -37,6 +39,12 @@ class DPSGD(ExampleDefense):
     poisson: bool = hyper(
         True, "each example enters a local step by chance, as the accounting assumes; else shuffled minibatches"
     )
+
+    def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
+        if not self.noise_multiplier:
+            return Noise(without="gradients are clipped, and no noise is added to them")
+        # no gain by sampling: which sentences are in the update is what is asked; one replaced moves a sum by 2 C
+        return Noise(self.noise_multiplier, 2.0, "one sentence", steps)
 
     def __post_init__(self) -> None:
         above_zero(self.name, "clip", self.clip)

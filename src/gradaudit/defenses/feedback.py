@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradaudit.channels import Trait
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register
@@ -27,6 +28,7 @@ class ErrorFeedback(UpdateDefense):
     """
 
     name: ClassVar[str] = "error-feedback"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"remembers"})
     deterministic: ClassVar[bool] = True
     rounds: int = hyper(
         8,

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradaudit.defenses.base import UpdateDefense, above_zero, by_update, mean_of
+from gradaudit.channels import Law, Trait
+from gradaudit.defenses.base import Noise, UpdateDefense, above_zero, by_update, mean_of
 from gradaudit.registry import hyper, register
 from gradaudit.streams import draw_seed
 
@@ -28,9 +29,14 @@ class Gaussian(UpdateDefense):
     """
 
     name: ClassVar[str] = "gaussian"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"zero mean"})
+    law: ClassVar[Law | None] = "gaussian"
     gaussian: ClassVar[bool] = True
     sigma: float = hyper(1e-4, "standard deviation of the noise", unit="gradient units", source="DAGER, section 5")
     relative: bool = hyper(False, "sigma in multiples of each tensor's own root mean square")
+
+    def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
+        return Noise(self.sigma, None if self.relative or before is None else 2 * before)
 
     def __post_init__(self) -> None:
         above_zero(self.name, "sigma", self.sigma)
@@ -66,8 +72,12 @@ class NormalizedGaussian(UpdateDefense):
     """
 
     name: ClassVar[str] = "normalized-gaussian"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"unit norm"})
     gaussian: ClassVar[bool] = True
     sigma: float = hyper(0.01, "standard deviation of the noise on unit-norm tensors", source="Grab, section 5.4")
+
+    def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
+        return Noise(self.sigma, 2 * math.sqrt(tensors))
 
     def __post_init__(self) -> None:
         above_zero(self.name, "sigma", self.sigma)
@@ -108,7 +118,11 @@ class Laplace(UpdateDefense):
     """
 
     name: ClassVar[str] = "laplace"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"zero mean"})
     scale: float = hyper(1e-4, "scale b of the noise; its standard deviation is 1.41 b", unit="gradient units")
+
+    def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
+        return Noise(without="Laplace noise without a bound on each coordinate has no epsilon")
 
     def __post_init__(self) -> None:
         above_zero(self.name, "scale", self.scale)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from gradaudit.channels import Trait
 from gradaudit.defenses.base import BatchDefense
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
@@ -31,6 +32,7 @@ class TokenObfuscation(BatchDefense):
     """
 
     name: ClassVar[str] = "token-obfuscation"
+    traits: ClassVar[frozenset[Trait]] = frozenset({"stand-ins"})
     candidates: int = hyper(8, "stand-ins tried for each word", source="ours, after GHOST (arXiv 2602.15897)")
     alike: float = hyper(
         0.25,

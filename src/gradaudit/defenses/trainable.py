@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradaudit.channels import Trait
 from gradaudit.defenses.base import ModelDefense
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import Model
@@ -24,7 +25,11 @@ class Freeze(ModelDefense):
     """
 
     name: ClassVar[str] = "freeze"
+    traits: ClassVar[frozenset[Trait]] = frozenset()
     what: str = hyper("embeddings", 'a selection: "embeddings", "0-2:q,k,v", "*:f,p"', source="Grab, section 5.1")
+
+    def bound(self, before: float | None, tensors: int) -> float | None:
+        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         Selection(self.what)
@@ -45,7 +50,11 @@ class DropoutRate(ModelDefense):
     """
 
     name: ClassVar[str] = "dropout"
+    traits: ClassVar[frozenset[Trait]] = frozenset()
     rate: float = hyper(0.1, "share that is dropped", source="Grab, Figure 4: 0.1 to 0.4")
+
+    def bound(self, before: float | None, tensors: int) -> float | None:
+        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:

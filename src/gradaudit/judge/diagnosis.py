@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
-
-import torch
+from typing import Any, Literal
 
 from gradaudit.client.client import Client
-from gradaudit.judge.text import _as_batch, _matched
-from gradaudit.metrics.images import align_images
 from gradaudit.models.base import Model
-from gradaudit.models.images import ImageModel
-from gradaudit.models.transformers import TransformersModel
 from gradaudit.record import Diagnosis
 from gradaudit.streams import stream
-from gradaudit.types import Batch, ImageBatch, Observation, Private, Reconstruction
+from gradaudit.types import Observation, Private
 
 
 def diagnose(
-    model: TransformersModel,
-    batch: Batch,
-    seen: Observation,
-    found: Reconstruction,
-    exact: bool,
-    padding: Literal["right", "left"] = "right",
+    client: Client, batch: Private, guessed: Private | None, seen: Observation[Any], solved: bool
 ) -> Diagnosis:
     """Compare the update of the truth and of the guess with the observed one: which of the two failed?
 
@@ -32,20 +21,18 @@ def diagnose(
     all seen tensors together, which no scale of a weight change moves.
 
     Args:
-        model: the model.
+        client: makes one gradient of the model, undefended; padded as the audited one, since that moves positions.
         batch: the truth.
+        guessed: what was found, as a batch; None for nothing.
         seen: what the attack saw.
-        found: what it returned.
-        exact: every sentence was recovered exactly.
-        padding: the client's, which moves positions.
+        solved: everything was found.
     """
-    client = Client(model, padding=padding)
     truth = update_distance(client, batch, seen)
-    if not found.sequences:
+    if guessed is None:
         return Diagnosis(truth=truth, guess=None, verdict="no guess")
-    guess = update_distance(client, _as_batch(model, _matched(model, batch, found), batch), seen)
+    guess = update_distance(client, guessed, seen)
     verdict: Literal["solved", "optimizer failed", "objective failed"]
-    verdict = "solved" if exact else "optimizer failed" if truth < guess else "objective failed"
+    verdict = "solved" if solved else "optimizer failed" if truth < guess else "objective failed"
     return Diagnosis(truth=truth, guess=guess, verdict=verdict)
 
 
@@ -60,33 +47,3 @@ def update_distance(client: Client, batch: Private, seen: Observation[Model]) ->
         other += float(theirs.square().sum())
     sign = -1.0 if seen.kind == "delta" else 1.0
     return 1.0 - sign * inner / max(math.sqrt(own * other), 1e-300)
-
-
-def diagnose_images(
-    model: ImageModel, batch: ImageBatch, seen: Observation[ImageModel], found: Reconstruction, alike: bool
-) -> Diagnosis:
-    """Compare the update of the truth and of the guess with the observed one; see `judge.diagnose`.
-
-    Args:
-        model: the model.
-        batch: the truth.
-        seen: what the attack saw.
-        found: what it returned.
-        alike: every image was recovered.
-    """
-    client = Client(model)
-    truth = update_distance(client, batch, seen)
-    nothing = Diagnosis(truth=truth, guess=None, verdict="no guess")
-    if found.images is None or len(found.images) == 0:
-        return nothing
-    images, known = found.images.cpu(), found.labels if found.labels is not None else tuple(batch.labels.tolist())
-    places = list(range(len(images)))
-    if len(images) > len(batch):  # as in the scores, those that were held against an original
-        places = sorted(p.at for p in align_images(batch.images.cpu(), images) if p.at is not None)
-    if not places:
-        return nothing
-    labels = torch.tensor([known[at % len(known)] for at in places])
-    guess = update_distance(client, ImageBatch(images[places], labels), seen)
-    verdict: Literal["solved", "optimizer failed", "objective failed"]
-    verdict = "solved" if alike else "optimizer failed" if truth < guess else "objective failed"
-    return Diagnosis(truth=truth, guess=guess, verdict=verdict)

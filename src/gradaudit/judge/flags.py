@@ -1,17 +1,13 @@
-"""The judge: the only place that sees the private batch and the reconstruction together."""
+"""When an evaluation cannot be trusted as it stands."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from gradaudit.metrics import text as metrics
-from gradaudit.metrics.images import Scores
-from gradaudit.metrics.rouge import has_bigram
-from gradaudit.models.images import ImageModel
-from gradaudit.models.transformers import TransformersModel
-from gradaudit.record import Diagnosis, Spectrum
-from gradaudit.types import Batch, Observation, Reconstruction
+from gradaudit.record import Diagnosis
+from gradaudit.scores import scores_of
+from gradaudit.types import Observation, Reconstruction
 
 
 def modeled(attack: Any, defense: str, seen: Observation[Any], clients: int) -> bool:
@@ -44,72 +40,40 @@ def read_as_gradient(attack: Any, seen: Observation[Any], made: Mapping[str, Any
 
 def flags(
     *,
-    model: TransformersModel,
-    batch: Batch,
-    seen: Observation,
+    own: Mapping[str, bool],
+    seen: Observation[Any],
     made: Mapping[str, Any],
     attack: Any,
-    found: Reconstruction | None,
-    scores: metrics.Scores,
-    baseline: metrics.Scores,
+    surplus: bool,
+    scores: Mapping[str, float | None],
+    baseline: Mapping[str, float | None],
     diagnosis: Diagnosis | None,
-    shape: Spectrum | None,
 ) -> tuple[str, ...]:
     """Return the names of all flags that hold for one batch (see `gradaudit.flags`).
 
     Args:
+        own: those that only this kind of data has (see `Judge.flags`).
+        seen: what the attack saw.
         made: how the update was made ("dropout" rate, "defenses", local "steps", how many "clients" share it), and
             whether the attack "replayed" it.
         attack: the attack that was run.
-        found: what it returned; None when it failed.
+        surplus: it returned more examples than the batch has.
+        scores, baseline: of the attack and of the blind guess.
+        diagnosis: which of the two failed; None where nobody looked.
     """
+    kind = scores_of(scores)
+    told, blind = (kind.strength(found[kind.main]) for found in (scores, baseline))
     raised = {
-        "random-weights": model.spec.random_weights,
-        "surplus-guesses": found is not None and found.count > len(batch.ids),
-        "truncated": batch.truncated > 0,
-        "load-above-width": batch.tokens > model.width,
-        "full-rank": shape is not None and shape.rank >= shape.width,
-        "short-references": not all(has_bigram(model.decode(s)) for s in batch.sequences()),
+        **own,
+        "random-weights": seen.model.spec.random_weights,
+        "surplus-guesses": surplus,
         "dropout-not-modeled": made["dropout"] > 0 and not attack.models_dropout,
         "defense-not-modeled": not all(
             modeled(attack, str(d["name"]), seen, made["clients"]) for d in made["defenses"]
         ),
         "delta-as-gradient": read_as_gradient(attack, seen, made),
-        "word-rows-shared": any(v.parameter in model.group("word") for v in seen.views.values()),
         "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
         "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",
-        "blind-not-beaten": attack.name != "blind" and (scores["rougeL"] or 0.0) <= (baseline["rougeL"] or 0.0),
-    }
-    return tuple(sorted(name for name, holds in raised.items() if holds))
-
-
-def image_flags(
-    *,
-    model: ImageModel,
-    seen: Observation[ImageModel],
-    made: Mapping[str, Any],
-    attack: Any,
-    surplus: bool,
-    scores: Scores,
-    baseline: Scores,
-    diagnosis: Diagnosis | None,
-) -> tuple[str, ...]:
-    """Return the names of all flags that hold for one batch of images (see `gradaudit.flags`).
-
-    Args:
-        made: how the update was made ("defenses", local "steps", "clients"), and whether the attack "replayed" it.
-        attack: the attack that was run.
-        surplus: it returned more images than the batch has.
-    """
-    raised = {
-        "random-weights": model.spec.random_weights,
-        "surplus-guesses": surplus,
-        "defense-not-modeled": not all(
-            modeled(attack, str(d["name"]), seen, made["clients"]) for d in made["defenses"]
-        ),
-        "delta-as-gradient": read_as_gradient(attack, seen, made),
-        "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
-        "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",
-        "blind-not-beaten": attack.name != "blind" and (scores["mse"] or 0.0) >= (baseline["mse"] or 0.0),
+        "blind-not-beaten": attack.name != "blind" and told <= blind,
     }
     return tuple(sorted(name for name, holds in raised.items() if holds))

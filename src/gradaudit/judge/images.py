@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
 
 from gradaudit.data.png import png
+from gradaudit.judge.judgment import Judge, Judgment
 from gradaudit.metrics.images import ALIKE_DB, Scores, align_images, mean_scores
 from gradaudit.metrics.perceptual import Perceptual
-from gradaudit.record import ImageMarks
+from gradaudit.record import ImageMarks, Pictures
 from gradaudit.types import ImageBatch, Reconstruction
 
 
 @dataclass(frozen=True)
-class ImageJudgment:
+class ImageJudgment(Judgment):
     """Recovered images against the truth.
 
     Args:
@@ -27,6 +31,42 @@ class ImageJudgment:
     originals: tuple[str, ...]
     recovered: tuple[str | None, ...]
     alike: bool
+
+    @property
+    def solved(self) -> bool:
+        return self.alike
+
+    def of_record(self, baseline: ImageJudgment) -> dict[str, Any]:
+        return {"images": self.images, "images_baseline": baseline.images}
+
+    def of_private(self) -> dict[str, Any]:
+        return {"originals": self.originals, "recovered": self.recovered}
+
+
+@dataclass(frozen=True)
+class ImageJudge(Judge[ImageBatch]):
+    """Compares images.
+
+    Args:
+        perceptual: measures LPIPS; None for not at all.
+    """
+
+    private: ClassVar[type[Pictures]] = Pictures
+    file: ClassVar[str] = "images.jsonl"
+    perceptual: Perceptual | None = None
+
+    def judge(self, batch: ImageBatch, found: Reconstruction) -> ImageJudgment:
+        return judge_images(batch, found, self.perceptual)
+
+    def guessed(self, batch: ImageBatch, found: Reconstruction) -> ImageBatch | None:
+        if found.images is None or len(found.images) == 0:
+            return None
+        images, known = found.images.cpu(), found.labels if found.labels is not None else tuple(batch.labels.tolist())
+        places = list(range(len(images)))
+        if len(images) > len(batch):  # as in the scores, those that were held against an original
+            places = sorted(p.at for p in align_images(batch.images.cpu(), images) if p.at is not None)
+        labels = torch.tensor([known[at % len(known)] for at in places])
+        return ImageBatch(images[places], labels) if places else None
 
 
 def judge_images(batch: ImageBatch, found: Reconstruction, perceptual: Perceptual | None = None) -> ImageJudgment:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradaudit.data.sensitive import spans
+from gradaudit.judge.judgment import Judge, Judgment
+from gradaudit.judge.spectrum import spectrum
 from gradaudit.metrics import text as metrics
+from gradaudit.metrics.rouge import has_bigram
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.record import SentenceMarks
-from gradaudit.types import Batch, Reconstruction
+from gradaudit.record import SentenceMarks, Spectrum, Texts
+from gradaudit.types import Batch, Observation, Reconstruction
 
 
 @dataclass(frozen=True)
-class Judgment:
-    """A reconstruction against the truth.
+class TextJudgment(Judgment):
+    """Recovered sentences against the truth.
 
     Args:
         scores: ours.
@@ -39,6 +44,72 @@ class Judgment:
     recovered_words: tuple[tuple[str, ...], ...]
     all_exact: bool
 
+    @property
+    def solved(self) -> bool:
+        return self.all_exact
+
+    def of_record(self, baseline: TextJudgment) -> dict[str, Any]:
+        published: dict[str, metrics.Scores] = {}
+        for name, scores in self.published.items():
+            published[name] = scores
+            published[f"{name} (blind)"] = baseline.published[name]
+        proofs = Counter(row.certificate for row in self.sentences if row.certificate is not None)
+        return {
+            "published": published,
+            "sensitive": self.sensitive,
+            "sensitive_baseline": baseline.sensitive,
+            "certificates": dict(proofs),
+            "sentences": self.sentences,
+        }
+
+    def of_private(self) -> dict[str, Any]:
+        return {
+            "originals": self.originals,
+            "recovered": self.recovered,
+            "original_words": self.original_words,
+            "recovered_words": self.recovered_words,
+        }
+
+
+@dataclass(frozen=True)
+class TextJudge(Judge[Batch]):
+    """Compares sentences.
+
+    Args:
+        model: gives the texts of token ids.
+        published: names of the papers' scorings to compute beside ours.
+    """
+
+    private: ClassVar[type[Texts]] = Texts
+    file: ClassVar[str] = "texts.jsonl"
+    model: TransformersModel
+    published: tuple[str, ...] = ()
+
+    def judge(self, batch: Batch, found: Reconstruction) -> TextJudgment:
+        return judge(self.model, batch, found, self.published)
+
+    def nothing(self, batch: Batch) -> TextJudgment:
+        return replace(self.judge(batch, Reconstruction()), sentences=())
+
+    def guessed(self, batch: Batch, found: Reconstruction) -> Batch | None:
+        return _as_batch(self.model, _matched(self.model, batch, found), batch) if found.sequences else None
+
+    def spectrum(self, batch: Batch, seen: Observation) -> Spectrum | None:
+        return spectrum(seen, batch.tokens)
+
+    def load(self, batch: Batch) -> dict[str, Any]:
+        return {"load": batch.tokens / self.model.width, "tokens": batch.tokens}
+
+    def flags(self, batch: Batch, seen: Observation, shape: Spectrum | None) -> dict[str, bool]:
+        model = self.model
+        return {
+            "truncated": batch.truncated > 0,
+            "load-above-width": batch.tokens > model.width,
+            "full-rank": shape is not None and shape.rank >= shape.width,
+            "short-references": not all(has_bigram(model.decode(s)) for s in batch.sequences()),
+            "word-rows-shared": any(v.parameter in model.group("word") for v in seen.views.values()),
+        }
+
 
 def sentence(model: TransformersModel, ids: Sequence[int]) -> metrics.Sentence:
     """Return a sentence ready for comparison: special tokens stripped, and the text that keeps them."""
@@ -46,7 +117,7 @@ def sentence(model: TransformersModel, ids: Sequence[int]) -> metrics.Sentence:
     return metrics.Sentence(content, model.decode(content), str(model.tokenizer.decode(list(ids))))
 
 
-def judge(model: TransformersModel, batch: Batch, found: Reconstruction, published: Sequence[str] = ()) -> Judgment:
+def judge(model: TransformersModel, batch: Batch, found: Reconstruction, published: Sequence[str] = ()) -> TextJudgment:
     """Compare a reconstruction with the batch: aligned once, one to one, missing guesses count 0.
 
     Args:
@@ -75,7 +146,7 @@ def judge(model: TransformersModel, batch: Batch, found: Reconstruction, publish
             )
         )
     recovered = tuple(None if p.guess is None else p.guess.text for p in pairs)
-    return Judgment(
+    return TextJudgment(
         scores=metrics.score(pairs),
         published={name: metrics.PUBLISHED[name](originals, guesses) for name in published},
         sensitive=metrics.sensitive_share([spans(text) for text in batch.texts], recovered),

@@ -12,9 +12,6 @@ from gradaudit.models.neighbors import stand_ins, stood_for
 from gradaudit.progress import track
 from gradaudit.types import Reconstruction
 
-OBFUSCATION = "token-obfuscation"
-"""The defense's name."""
-
 
 def guess_back(model: TextModel, found: Reconstruction, told: Mapping[str, Any]) -> Reconstruction:
     """Return what was read with every stand-in replaced by the likeliest of the words that it may stand for.

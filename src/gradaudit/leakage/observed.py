@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradaudit.channels import all_traits
 from gradaudit.errors import NotSupportedError
 from gradaudit.models.base import Model
 from gradaudit.types import Observation
@@ -23,7 +24,7 @@ def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
     """
     if seen.kind == "gradient":
         return dict(seen.tensors)
-    if any(d.get("name") == "normalized-gaussian" for d in seen.knowledge.defenses or ()):
+    if "unit norm" in all_traits(seen.knowledge.defenses):
         return {name: -value for name, value in seen.tensors.items()}  # its size was taken off by the client
     how, size = seen.knowledge.training, seen.knowledge.batch_size
     if how is None or how.optimizer != "sgd" or size is None:

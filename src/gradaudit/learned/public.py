@@ -30,6 +30,10 @@ class Public:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Return all that decides what is learned from them."""
+        return self.ids, self.mask, self.labels
+
     def take(self, rows: Tensor) -> Public:
         """Return some of the texts."""
         return Public(self.ids[rows], self.mask[rows], None if self.labels is None else self.labels[rows], self.where)

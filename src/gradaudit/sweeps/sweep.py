@@ -22,15 +22,16 @@ from pydantic import ValidationError
 
 from gradaudit.audit import run as audit
 from gradaudit.audit.fitting import INVERTERS
-from gradaudit.audit.prepare import Prepared, PreparedImages, prepare
+from gradaudit.audit.prepare import Prepared, prepare
 from gradaudit.case import Case, case_data, parse_case
-from gradaudit.data.text import Rows, load_rows
+from gradaudit.data.rows import READERS
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
 from gradaudit.leakage.matching.compiled import asked as compile_steps
 from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import Model
+from gradaudit.models.spec import kind_of
 from gradaudit.progress import step
 from gradaudit.record import Record, Summary
 from gradaudit.scores import scores_of
@@ -218,9 +219,9 @@ class _Held:
 
     def __init__(self) -> None:
         self._model: tuple[str, Model] | None = None
-        self._rows: tuple[str, Rows] | None = None
+        self._rows: tuple[str, Any] | None = None
 
-    def prepared(self, case: Case, base: Path, device: torch.device) -> Prepared | PreparedImages:
+    def prepared(self, case: Case, base: Path, device: torch.device) -> Prepared:
         """Return `audit.prepare`'s result; what it raises, it raises."""
         source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed", "window"})
         data = json.dumps([source, str(base)], default=str)
@@ -228,8 +229,8 @@ class _Held:
         # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
         model = self._model[1] if self._model is not None and self._model[0] == whose and case.lora is None else None
         rows = self._rows[1] if self._rows is not None and self._rows[0] == data else None
-        if rows is None and case.task != "image-classification":
-            self._rows = (data, rows := load_rows(case.data, base))
+        if rows is None:
+            self._rows = (data, rows := READERS[kind_of(case.task)](case.data, base))
         ready = prepare(case, base, device, model, rows)
         if case.lora is None:
             self._model = (whose, ready.model)

@@ -20,10 +20,8 @@ from gradaudit.case import Case
 from gradaudit.client.error_feedback import feedback_round
 from gradaudit.client.mean_update import mean_update
 from gradaudit.client.warm_up import warm_up_rows
-from gradaudit.data.draw import draw
-from gradaudit.data.images import ImageRows
-from gradaudit.data.rows import LabeledRows, labeled_rows
-from gradaudit.data.text import Rows
+from gradaudit.data.draw import draw_numbers
+from gradaudit.data.rows import Rows, bind
 from gradaudit.defenses.base import ExampleDefense, ModelDefense
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -88,7 +86,7 @@ class Utility:
     seconds: float
 
 
-def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows) -> Utility:
+def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Model, rows: Rows) -> Utility:
     """Return the utility of a case's client, from the folder where it was measured before.
 
     Args:
@@ -118,7 +116,7 @@ def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Model, rows
     return found
 
 
-def utility(case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows) -> Utility:
+def utility(case: Case, how: UtilityTable, model: Model, rows: Rows) -> Utility:
     """Fine-tune a copy of the model with the case's client and defenses, and test it; see `kept_utility`.
 
     A round has as many clients as hold `batch_size` rows in batches of the attacked size, so that what is trained
@@ -127,7 +125,7 @@ def utility(case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows)
     if case.task == "causal-lm":
         raise NotSupportedError("utility is measured on classification; leave [utility] away for next words")
     tuned = copy.deepcopy(model)
-    labeled = labeled_rows(tuned, rows)
+    labeled = bind(tuned, rows.source)
     train, test = _split(case, how, labeled, _seen_before(case, rows))
     size = case.data.batch_size
     several = _clients(case, how)
@@ -193,15 +191,15 @@ def _clients(case: Case, how: UtilityTable) -> int:
     return max(1, -(-how.batch_size // case.data.batch_size))
 
 
-def _seen_before(case: Case, rows: Rows | ImageRows) -> frozenset[int]:
+def _seen_before(case: Case, rows: Rows) -> frozenset[int]:
     """Return the rows that adapters were warmed up on: the model knows them, and no defense guarded them."""
-    if case.lora is None or not case.lora.warmup or isinstance(rows, ImageRows):
+    if case.lora is None or not case.lora.warmup:
         return frozenset()
-    steps = warm_up_rows(case.seed, len(rows.texts), draw(case.data, rows), case.lora.warmup)
+    steps = warm_up_rows(case.seed, len(rows), draw_numbers(case.data, len(rows), rows.where), case.lora.warmup)
     return frozenset(row for step in steps for row in step)
 
 
-def _split(case: Case, how: UtilityTable, rows: LabeledRows, without: frozenset[int]) -> tuple[list[int], list[int]]:
+def _split(case: Case, how: UtilityTable, rows: Rows, without: frozenset[int]) -> tuple[list[int], list[int]]:
     """Return the rows to train and to test on; what shares its text with a tested row, or a part of it, is left out.
 
     Args:
@@ -211,9 +209,9 @@ def _split(case: Case, how: UtilityTable, rows: LabeledRows, without: frozenset[
     order = torch.randperm(len(rows), generator=stream(case.seed, "utility split")).tolist()
     order = [row for row in order if rows.can_train(row) and row not in without]
     if without:
-        order = rows.apart(order, sorted(without))
+        order = rows.disjoint(order, sorted(without))
     test = order[: how.test_rows]
-    return rows.apart(order[how.test_rows :], test), test
+    return rows.disjoint(order[how.test_rows :], test), test
 
 
 def _draws(case: Case, how: UtilityTable, train: list[int], size: int, sampled: bool) -> Iterator[list[int]]:
@@ -252,7 +250,7 @@ def _epsilon(case: Case, how: UtilityTable, size: int, rows: int, delta: float) 
     return next(line.all_rounds for line in check(claim).supported if line.unit == "example")
 
 
-def _scores(rows: LabeledRows, test: list[int], labels: int) -> dict[str, float]:
+def _scores(rows: Rows, test: list[int], labels: int) -> dict[str, float]:
     try:
         from torchmetrics.functional import accuracy, f1_score, matthews_corrcoef
     except ImportError:
@@ -280,7 +278,7 @@ def _scores(rows: LabeledRows, test: list[int], labels: int) -> dict[str, float]
     }
 
 
-def _identity(case: Case, how: UtilityTable, model: Model, rows: Rows | ImageRows) -> str:
+def _identity(case: Case, how: UtilityTable, model: Model, rows: Rows) -> str:
     size = case.data.batch_size
     # where nothing acts on an update, the mean of a round does not depend on who has which of its sentences
     alike = case.client.optimizer == "none" and all(isinstance(d, ModelDefense) for d in case.build_defenses())

@@ -7,17 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaudit.channels import law_of
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.images.matching import PRUNING
 from gradaudit.leakage.observed import as_gradient
 from gradaudit.models.images import ImageModel
 from gradaudit.types import Observation
 
-EXPLAINED = ("gaussian", "sign", *PRUNING)
-"""Defenses that have a law here, one at a time."""
-
-
-LAWS = f"under one defense of {', '.join(EXPLAINED)}, or none, of a gradient or the weight change of one SGD step"
+LAWS = "under one defense of noise, signs or pruning, or none, of a gradient or the weight change of one SGD step"
 """What has a law, for messages."""
 
 
@@ -26,7 +22,7 @@ def has_law(seen: Observation[ImageModel]) -> bool:
     told = seen.knowledge.defenses or ()
     how, size = seen.knowledge.training, seen.knowledge.batch_size
     one_step = how is not None and how.optimizer == "sgd" and size is not None and how.steps(size) == 1
-    return len(told) <= 1 and all(d["name"] in EXPLAINED for d in told) and (seen.kind == "gradient" or one_step)
+    return len(told) <= 1 and all(law_of(d) for d in told) and (seen.kind == "gradient" or one_step)
 
 
 class ImageEvidence:
@@ -47,7 +43,7 @@ class ImageEvidence:
         if not has_law(seen):
             raise NotSupportedError(f"images have no likelihood here but {LAWS}")
         self._model, self._observed = seen.model, as_gradient(seen)
-        self._told: dict[str, Any] = next((dict(d) for d in seen.knowledge.defenses or ()), {"name": "none"})
+        self._told: dict[str, Any] = next((dict(d) for d in seen.knowledge.defenses or ()), {})
         how = seen.knowledge.training
         # noise was added to what was sent, and is told in its units
         self._rate = how.learning_rate if seen.kind == "delta" and how is not None else 1.0
@@ -75,8 +71,8 @@ class ImageEvidence:
         return torch.stack([self._of(name, made[name], v, slack) for name, v in self._observed.items()]).sum(0)
 
     def _of(self, name: str, made: Tensor, observed: Tensor, slack: float) -> Tensor:
-        how = self._told["name"]
-        if how == "sign":
+        how = law_of(self._told)
+        if how == "signs":
             wrong = torch.relu(-made * observed.sign())
             return (wrong / (slack * self._typical(made))).flatten(1).sum(1)
         off, size = made - observed, slack * self.unit
@@ -85,9 +81,9 @@ class ImageEvidence:
             # of the clean tensor, which has less power than what was sent, noise included
             clean = float(observed.square().mean().sqrt()) / (1 + sigma**2) ** 0.5
             size = sigma * (clean if self._told.get("relative") else 1 / self._rate)
-        elif how == "topk":
+        elif how == "largest":
             off = torch.where(observed != 0, off, torch.relu(made.abs() - self._least[name]))
-        elif how == "random-pruning":
+        elif how == "support":
             off = torch.where(observed != 0, off, 0.0)
         return (off / max(size, 1e-12)).square().flatten(1).sum(1) / 2
 

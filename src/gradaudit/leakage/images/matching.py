@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaudit.channels import Trait, all_traits
 from gradaudit.leakage.labels import analytic_label
 from gradaudit.leakage.observed import as_gradient
 from gradaudit.models.images import ImageModel
 from gradaudit.progress import track
 from gradaudit.types import Observation
 
-PRUNING = ("topk", "random-pruning")
-"""Defenses that send zeros in place of coordinates."""
-COUNTERED = ("sign", *PRUNING)
-"""Defenses that an adapted distance reckons with."""
+COUNTERED: frozenset[Trait] = frozenset({"signs", "support"})
+"""Traits that an adapted distance reckons with."""
 _TINY = 1e-30
 
 
@@ -68,8 +67,8 @@ def match_for(seen: Observation[ImageModel], power: int, relative: bool) -> Imag
         seen: the observation.
         power, relative: of the hinge.
     """
-    told = {str(d.get("name")) for d in seen.knowledge.defenses or ()}
-    return ImageMatch("sign" if "sign" in told else "cosine", bool(told & set(PRUNING)), power, relative)
+    told = all_traits(seen.knowledge.defenses)
+    return ImageMatch("sign" if "signs" in told else "cosine", "support" in told, power, relative)
 
 
 def total_variation(images: Tensor) -> Tensor:

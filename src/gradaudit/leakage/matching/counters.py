@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from gradaudit.channels import Trait, all_traits
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching.distances import Distance, Normalized, OnSupport, WrongSigns
 from gradaudit.types import Observation
 
-COUNTERED = ("normalized-gaussian", "random-pruning", "sign", "topk")
-"""Defenses that `countered` reckons with."""
+COUNTERED: frozenset[Trait] = frozenset({"unit norm", "support", "signs"})
+"""Traits that `countered` reckons with."""
 
 
 def countered(distance: Distance, seen: Observation, attack: str) -> Distance:
@@ -25,11 +26,11 @@ def countered(distance: Distance, seen: Observation, attack: str) -> Distance:
 
     Source: LTI, section 4 (baselines under defenses); Grab, sections 5.4 and 5.5.
     """
-    names = {defense.get("name") for defense in seen.knowledge.defenses or ()}
-    if "sign" in names:
+    traits = all_traits(seen.knowledge.defenses)
+    if "signs" in traits:
         return WrongSigns(distance.l1)
-    inner = OnSupport(distance) if names & {"topk", "random-pruning"} else distance
-    if "normalized-gaussian" not in names:
+    inner = OnSupport(distance) if "support" in traits else distance
+    if "unit norm" not in traits:
         return inner
     must_be_whole(seen, attack)
     return Normalized(inner)

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradaudit.channels import Trait, traits_of
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching.counters import must_be_whole
 from gradaudit.leakage.observed import as_gradient, word_gradient_hidden
 from gradaudit.models.views import View
 from gradaudit.types import Observation
 
-REPLAYED = ("normalized-gaussian", "sign")
-"""Defenses that are applied to the guess's update before it is compared. Pruning is not: the largest coordinates of a
-wrong guess are other ones, and the cosine would see nothing of what is right in it."""
+REPLAYED: frozenset[Trait] = frozenset({"unit norm", "signs"})
+"""Traits of defenses that are applied to the guess's update before it is compared. Pruning is not: the largest
+coordinates of a wrong guess are other ones, and the cosine would see nothing of what is right in it."""
 _TINY = 1e-30
 
 
@@ -46,8 +47,9 @@ class Likeness:
         self._observed = {name: gradients[name] for name in self._views}
         self._size = float(torch.stack([t.square().sum() for t in self._observed.values()]).sum().sqrt())
         self._names = sorted({view.parameter for view in self._views.values()})
-        self._told = [d["name"] for d in seen.knowledge.defenses or () if replay and d.get("name") in REPLAYED]
-        if "normalized-gaussian" in self._told:
+        told = seen.knowledge.defenses or ()
+        self._told = [trait for d in told for trait in sorted(traits_of(d) & REPLAYED) if replay]
+        if "unit norm" in self._told:
             must_be_whole(seen, attack)
         self._table = seen.model.word_vectors().detach()
         self.spent = 0
@@ -107,8 +109,8 @@ class Likeness:
 
     def _defended(self, made: dict[str, Tensor], whole: bool) -> dict[str, Tensor]:
         """Return an update as the defenses leave it; signs, which have no slope, only where it is to be `whole`."""
-        for name in self._told:
-            if name == "sign":
+        for trait in self._told:
+            if trait == "signs":
                 made = {n: t.sign() for n, t in made.items()} if whole else made
             else:
                 made = {n: t / t.norm().clamp_min(_TINY) for n, t in made.items()}

@@ -1,0 +1,46 @@
+"""What each kind of data loads for a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradaudit.case import Case
+from gradaudit.data.rows import Rows
+from gradaudit.judge.judgment import Judge
+from gradaudit.kinds import ByKind
+from gradaudit.models.base import Model
+from gradaudit.types import PublicImages
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Model and data of a case.
+
+    Args:
+        model: the model.
+        rows: the data beside it.
+        batches: row numbers of each private batch.
+        judge: compares what is found with the truth.
+        public: what an attack learns from; None for nothing.
+        in_sight: what every attack sees beside the update; None for nothing.
+        auxiliary: what the attacker has, in words, for the record.
+    """
+
+    model: Model
+    rows: Rows
+    batches: list[tuple[int, ...]]
+    judge: Judge[Any]
+    public: Any = None
+    in_sight: PublicImages | None = None
+    auxiliary: Mapping[str, Any] = field(default_factory=dict)
+
+
+Loader = Callable[[Case, Any, Path, torch.device, Model | None], Loaded]
+"""Takes the case, what its reader read, the folder that paths start from, the device, and a model that is at hand."""
+LOADERS: ByKind[Loader] = ByKind("audit")
+"""By kind of data."""

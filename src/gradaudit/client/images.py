@@ -1,0 +1,56 @@
+"""A batch of images as a model trains on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from gradaudit.client.example_gradients import BYTES_AT_ONCE, Mode
+from gradaudit.client.examples import EXAMPLES, Apart, Examples, Side
+from gradaudit.errors import BadInputError
+from gradaudit.models.images import ImageModel
+from gradaudit.types import ImageBatch
+
+
+class _Images(Examples):
+    def __init__(self, model: ImageModel, batch: ImageBatch, padding: Side) -> None:
+        if not isinstance(batch, ImageBatch):
+            raise BadInputError("a model of text trains on text, and a model of images on images")
+        if len(batch) == 0 or batch.images.shape[1:] != model.shape:
+            raise BadInputError(
+                f"the batch is empty, or its images {tuple(batch.images.shape[1:])} are not of the model's shape "
+                f"{model.shape}"
+            )
+        self.model = model
+        self.images, self.labels = batch.images.to(model.device), batch.labels.to(model.device)
+
+    def loss(self, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
+        return self.model.loss(self.images[rows], self.labels[rows], params)
+
+    def apart(self, trained: Collection[str]) -> Apart:
+        return _ImagesApart(self, trained)
+
+
+class _ImagesApart(Apart):
+    def __init__(self, batch: _Images, trained: Collection[str]) -> None:
+        self._batch = batch
+        own = batch.model.parameters()
+        self.parameters = {n: p.detach().clone().requires_grad_() for n, p in own.items() if n in trained}
+        self._fixed = {n: p.detach() for n, p in own.items() if n not in trained}
+        one = sum(p.numel() * p.element_size() for p in own.values())
+        self._at_once = max(1, BYTES_AT_ONCE // one)
+
+    @torch.no_grad()
+    def chunks(self, rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
+        batch = self._batch
+        for part, some in enumerate(torch.split(rows, self._at_once)):
+            with mode(batch.model, part):
+                found = batch.model.example_gradients(
+                    batch.images[some], batch.labels[some], self._fixed | self.parameters
+                )
+            yield {name: found[name] for name in self.parameters}
+
+
+EXAMPLES.add("images", _Images)
