@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gradaudit.data.columns import labels_of, pick, texts_of
 from gradaudit.data.frequencies import drawn_texts
+from gradaudit.data.named import NAMED, SetName, local_files, local_table, not_here
 from gradaudit.data.tables import Table, decoded, jsonl, parquet, row_place, separated
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel
@@ -41,9 +42,10 @@ class SourceSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["sample", "digits", "words"] | None = Field(
+    source: Literal["sample", "digits", "words", SetName] | None = Field(
         default=None,
-        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub; "words", in '
+        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub; "cola", '
+        '"sst2", "rotten-tomatoes", "wikitext-2", "cifar10": data sets by name; "words", in '
         "[public] only, for words drawn by their frequency (gradaudit[words])",
     )
     path: str | None = Field(
@@ -56,7 +58,7 @@ class SourceSpec(BaseModel):
         default=None, min_length=1, description="id of a data set on the Hugging Face hub (gradaudit[data])"
     )
     config: str | None = Field(default=None, description="configuration of the hub data set")
-    split: str = Field(default="train", min_length=1, description="split of the hub data set")
+    split: str = Field(default="train", min_length=1, description="split of the hub data set, or of the named one")
     header: bool = Field(default=True, description="whether the first line of a csv or tsv names the columns")
     text: str | ColumnNumber = Field(
         default="text", description="column of the text: a name, or a number counted from 0"
@@ -86,10 +88,27 @@ class SourceSpec(BaseModel):
         given = [name for name in ("source", "path", "hub") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both given; keep one of source, path and hub")
+        if self.set_name is not None:
+            self._fits_named(self.set_name)
+            return self
         for name, asked in (("config", self.config is not None), ("split", self.split != "train")):
             if asked and self.hub is None:
                 raise ValueError(f"{name} is for hub data sets only; remove it or name the data set with hub")
         return self
+
+    @property
+    def set_name(self) -> SetName | None:
+        """The named data set that this is; None for any other source."""
+        return next((name for name in NAMED if name == self.source), None)
+
+    def _fits_named(self, name: SetName) -> None:
+        """Refuse columns beside the name of a set, which has its own, and a split that it does not have."""
+        for key in ("config", "header", "text", "image", "label"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data set '{name}' has its own columns; remove {key}")
+        splits = NAMED[name].files
+        if self.split not in splits:
+            raise ValueError(f"data set '{name}' has no split '{self.split}'; set split to {' or '.join(splits)}")
 
 
 class DataSpec(SourceSpec):
@@ -167,6 +186,8 @@ def load_rows(spec: SourceSpec, base: Path) -> Rows:
     if spec.hub is not None:
         table, declared = hub_table(spec.hub, spec, spec.label)
         return _rows(table, spec.text, spec.label, declared, None)
+    if spec.set_name is not None:
+        return _named_rows(spec.set_name, spec)
     if spec.source == "digits":
         raise BadInputError('source = "digits" has images: set task = "image-classification", or leave source away')
     if spec.source == "words":
@@ -187,7 +208,13 @@ def load_rows(spec: SourceSpec, base: Path) -> Rows:
         )
     data = _read(file, spec.path)
     if ending in (".txt", ".tokens"):
-        return _text_lines(data, spec)
+        for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
+            if asked:
+                raise BadInputError(
+                    f"{spec.path} is a txt file, one text a line without columns; "
+                    f"remove {name}, or give a csv, tsv, jsonl or parquet file"
+                )
+        return _text_lines(data, spec.path)
     if ending == ".parquet":
         table = parquet(data, spec.path)
     elif ending == ".jsonl":
@@ -345,14 +372,36 @@ def _read(file: Path, where: str) -> bytes:
     return data
 
 
-def _text_lines(data: bytes, spec: SourceSpec) -> Rows:
-    where = str(spec.path)
-    for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
-        if asked:
-            raise BadInputError(
-                f"{where} is a txt file, one text a line without columns; "
-                f"remove {name}, or give a csv, tsv, jsonl or parquet file"
-            )
+def _named_rows(name: SetName, spec: SourceSpec) -> Rows:
+    """Return the texts of a named set, from a local copy or else from the hub."""
+    known = NAMED[name]
+    if known.images:
+        raise BadInputError(f"data set '{name}' has images: set task = \"image-classification\", or name one of texts")
+    files = local_files(name, spec.split)
+    if not files:
+        table, declared = named_hub_table(name, spec)
+        return _rows(table, known.hub_text, known.hub_label, declared, None)
+    if files[0].suffix == ".tokens":
+        return _text_lines(files[0].read_bytes(), f"{name} ({spec.split})")
+    table, data = local_table(name, spec.split, files)
+    return _rows(table, known.text, known.label, (), data)
+
+
+def named_hub_table(name: SetName, spec: SourceSpec) -> tuple[Table, tuple[str, ...]]:
+    """Return the hub's table of a named set, and the class names it declares.
+
+    Raises:
+        BadInputError: it cannot be had; says both ways to get it.
+    """
+    known = NAMED[name]
+    there = SourceSpec(hub=known.hub, config=known.config, split=spec.split)
+    try:
+        return hub_table(known.hub, there, known.hub_label, known.hub_image if known.images else None)
+    except BadInputError as error:
+        raise not_here(name, spec.split) from error
+
+
+def _text_lines(data: bytes, where: str) -> Rows:
     # not splitlines, which also breaks a text at form feeds and Unicode separators
     texts = tuple(line.removesuffix("\n") for line in io.StringIO(decoded(data, where), newline=None))
     if not texts:
