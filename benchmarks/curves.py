@@ -8,11 +8,12 @@ the same name beside each.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from grid import options
 
 try:
     import matplotlib
@@ -84,7 +85,7 @@ def draw(curves: list[Curve], about: str, below: str, beside: str, path: Path, l
 
 def main() -> None:
     """Draw all three."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    options(__doc__).parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "gradaudit"  # the same numbers make the same file
     matplotlib.rcParams["svg.fonttype"] = "none"
     windows = table(RESULTS / "lti/rows.md")

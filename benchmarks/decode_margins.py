@@ -9,11 +9,11 @@ the rows that were not decoded in the end, special tokens by name, others counte
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from pathlib import Path
 
 import torch
+from grid import options
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import pick_device, prepare, private_batch
@@ -29,7 +29,7 @@ CANDIDATES = 200
 
 def main() -> None:
     """Measure the first batches of a case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("case", type=Path)
     parser.add_argument("--batches", type=int, nargs="*", default=[0, 1, 2], help="which batches, by number")
     given = parser.parse_args()

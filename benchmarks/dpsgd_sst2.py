@@ -6,12 +6,11 @@ python benchmarks/dpsgd_sst2.py out/dpsgd-sst2
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections import defaultdict
 from pathlib import Path
 
-from tables import command, commit, write_table
+from grid import command, commit, options, write_table
 
 PUBLISHED = {  # arXiv 2406.00999, DP-SGD on SST-2: ROUGE-L, F1, MCC, epsilon
     "0.01": ("68.3", ".891", ".773", "2e8"),
@@ -37,7 +36,7 @@ HEADS = (
 
 def main() -> None:
     """Read the sweep's table and write ours beside the published one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/defenses/dpsgd-sst2.md"))
     asked = parser.parse_args()

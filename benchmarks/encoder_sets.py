@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from dager import PLAIN, Cell
-from tables import command, commit, write_table
+from dager import PLAIN, setting
+from grid import made, options, write_table
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import prepare, private_batch
@@ -36,11 +36,12 @@ def least_products(sentence: list[int], left: list[list[int]]) -> int:
 
 def main() -> None:
     """Count, and write the table."""
+    options(__doc__).parse_args()
     ready_process()
     lines, model = [], None
     for data in ("cola", "sst2", "rt"):
         for size in (2, 4):
-            case = parse_case(Cell("", "minilm", data, size, 5, attack=PLAIN).case())
+            case = parse_case(setting("", "minilm", data, size, 5, attack=PLAIN).case())
             ready = prepare(case, Path.cwd(), torch.device("cpu"), model)
             model = ready.model
             assert isinstance(model, TransformersModel)
@@ -66,10 +67,7 @@ def main() -> None:
                 f"| {100 * (1 - (found['cut'] + found['many']) / found['sentences']):.0f} |"
             )
             print(lines[-1], flush=True)
-    head = (
-        f"Made by `{command()}` (commit {commit()}). MiniLM, draw 202, the batches of encoders.md; with the truth at "
-        "hand, nothing is attacked."
-    )
+    head = f"{made()} MiniLM, draw 202, the batches of encoders.md; with the truth at hand, nothing is attacked."
     columns = (
         "| data | B | sentences | some position accepts more words than B | a word is not among the nearest B "
         "| all are, but more than 10 million products | all products tried, at most, % |\n" + "|---" * 7 + "|"

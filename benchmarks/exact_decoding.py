@@ -1,6 +1,5 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
-    python benchmarks/rotten_tomatoes.py ../shared/data/rotten_tomatoes out/data/rotten_tomatoes.tsv
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
@@ -11,89 +10,14 @@ count 0.
 
 from __future__ import annotations
 
-import argparse
-import platform
-from dataclasses import dataclass, field
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from tables import command, commit, write_table
+from grid import OFF, PRACTICAL, Cell, Done, Program, each, main
 
-from gradaudit.audit.info import run_info
-from gradaudit.audit.prepare import pick_device, prepare
-from gradaudit.audit.run import run
-from gradaudit.case import parse_case
-from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
-from gradaudit.models.transformers import TransformersModel
-from gradaudit.progress import step
-from gradaudit.record import Record
-from gradaudit.report.terminal import progress_bars
-
-DATA: dict[str, dict[str, Any]] = {
-    "cola": {"path": "../shared/data/cola/in_domain_train.tsv", "header": False, "text": 3, "label": 1},
-    "sst2": {"path": "../shared/data/sst2/train_10k.tsv", "header": True, "text": 0, "label": 1},
-    "rt": {"path": "out/data/rotten_tomatoes.tsv", "header": False, "text": 1, "label": 0},
-}
-PRACTICAL = {"dropout": True, "freeze": ["embeddings"]}
-OFF = {"dropout": False}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One row of the table.
-
-    Args:
-        data: key of `DATA`.
-        size: batch size.
-        batches: how many.
-        client: the [client] table.
-        model: the case's model.
-        tensors: what the attacker sees.
-        seed: of the draw; 101 is the protocol's, of which some batches were used in development.
-        defense: [[defense]] tables.
-        published: what to compare with, in words.
-    """
-
-    data: str
-    size: int
-    batches: int
-    client: dict[str, Any] = field(default_factory=lambda: dict(OFF))
-    model: str = "minilm"
-    tensors: str = "all"
-    seed: int = 101
-    defense: tuple[dict[str, Any], ...] = ()
-    published: str = ""
-
-    @property
-    def name(self) -> str:
-        """A folder name that tells the setting."""
-        parts = [self.model.replace(":", "-"), self.data, f"b{self.size}", "on" if self.client["dropout"] else "off"]
-        if "dropout_rate" in self.client:
-            parts.append(f"p{self.client['dropout_rate']}")
-        if self.tensors != "all":
-            parts.append(self.tensors.replace(":", "-").replace(",", ""))
-        if self.seed != 101:
-            parts.append(f"draw{self.seed}")
-        parts += ["-".join(str(v) for v in d.values()) for d in self.defense]
-        return "-".join(parts)
-
-    def case(self) -> dict[str, Any]:
-        """The case file's content."""
-        data = DATA[self.data] | {"shuffle_seed": self.seed, "batch_size": self.size, "batches": self.batches}
-        return {
-            "name": self.name,
-            "model": self.model,
-            "data": data,
-            "client": self.client,
-            "selection": {"tensors": self.tensors},
-            "defense": list(self.defense),
-            "attack": {"name": "decode"},
-            "metrics": {"diagnose": False},
-        }
-
 
 GRAB = {1: "78.2", 2: "69.0", 4: "62.8", 8: "54.8", 16: "54.9", 32: "46.4"}
 DAGER = {("cola", 4): "94.0", ("cola", 8): "67.8", ("sst2", 4): "95.6", ("sst2", 8): "74.1", ("rt", 4): "66.8",
@@ -181,66 +105,56 @@ GROUPS = {
     "partial": partial,
     "unseen": unseen,
 }
+COLUMNS = (
+    "model", "data", "B", "dropout", "tensors", "batches", "load b/d", "R-1", "R-L", "exact %", "proven",
+    "proven, wrong", "blind R-L", "median s", "slowest s", "published",
+)  # fmt: skip
 
 
-def row(cell: Cell, records: list[Record]) -> str:
-    """Return the cell's table row."""
+def row(done: Done) -> list[str]:
+    """Return a cell's table row."""
+    cell, records = done.cell, done.records
     summary = summarize(records)[0]
     sentences = [s for r in records for s in r.sentences]
     proven = [s for s in sentences if s.certificate == "proven"]
     loads = [r.load for r in records]
-    scores = [summary.scores[k].mean for k in ("rouge1", "rougeL", "exact")]
-    base = summary.baseline["rougeL"].mean
+    scores = [summary.scores[k].mean or 0 for k in ("rouge1", "rougeL", "exact")]
     # what the attacker sees: the tensors, and what was done to them
     seen = " ".join([cell.tensors, *(str(v) for d in cell.defense for v in d.values())])
     rate = cell.client.get("dropout_rate", 0.1) if cell.client["dropout"] else 0
-    return (
-        f"| {cell.model} | {cell.data} | {cell.size} | {rate:g} | {seen} | {len(records)} "
-        f"| {min(loads):.2f}-{max(loads):.2f} | {' | '.join(f'{v or 0:.1f}' for v in scores)} "
-        f"| {len(proven)}/{len(sentences)} | {sum(not s.exact for s in proven)} | {base or 0:.1f} "
-        f"| {summary.seconds:.1f} | {max(r.seconds for r in records):.0f} | {cell.published} |"
-    )
+    return [
+        cell.model, cell.data, str(cell.size), f"{rate:g}", seen, str(len(records)),
+        f"{min(loads):.2f}-{max(loads):.2f}", *(f"{v:.1f}" for v in scores), f"{len(proven)}/{len(sentences)}",
+        str(sum(not s.exact for s in proven)), f"{summary.baseline['rougeL'].mean or 0:.1f}",
+        f"{summary.seconds:.1f}", f"{max(r.seconds for r in records):.0f}", cell.published,
+    ]  # fmt: skip
 
 
-HEADER = (
-    "| model | data | B | dropout | tensors | batches | load b/d | R-1 | R-L | exact % | proven | proven, wrong "
-    "| blind R-L | median s | slowest s | published |\n" + "|---" * 16 + "|"
+def name(cell: Cell) -> str:
+    """Return the name of a cell's folder, which exact_decoding_figures.py reads."""
+    parts = ["decode", cell.model.replace(":", "-"), cell.data, f"b{cell.size}"]
+    parts.append("on" if cell.client["dropout"] else "off")
+    if "dropout_rate" in cell.client:
+        parts.append(f"p{cell.client['dropout_rate']}")
+    if cell.tensors != "all":
+        parts.append(cell.tensors.replace(":", "-").replace(",", ""))
+    if cell.seed != 101:
+        parts.append(f"draw{cell.seed}")
+    return "-".join([*parts, *("-".join(str(v) for v in d.values()) for d in cell.defense)])
+
+
+PROGRAM = Program(
+    about=__doc__,
+    groups={
+        group: lambda given, make=make: [replace(c, name=name(c)) for c in make()] for group, make in GROUPS.items()
+    },
+    columns=COLUMNS,
+    table=each(row),
+    words=lambda group, given: (
+        "Our scoring; labels and lengths unknown, batch size and dropout rate known; failures count 0."
+    ),
+    results=Path("benchmarks/results/exact-decoding"),
 )
 
-
-def main() -> None:
-    """Run the groups and write a table for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="+", choices=sorted(GROUPS))
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the records")
-    parser.add_argument("--write", type=Path, default=Path("benchmarks/results/exact-decoding"), help="tables' folder")
-    parser.add_argument("--device", default="auto")
-    given = parser.parse_args()
-    ready_process()
-    device = pick_device(given.device)
-    loaded: dict[str, TransformersModel] = {}
-    with progress_bars(Console(stderr=True)):
-        for group in given.groups:
-            lines, info = [], None
-            for cell in GROUPS[group]():
-                ready = prepare(parse_case(cell.case()), Path.cwd(), device, loaded.get(cell.model))
-                loaded[cell.model] = ready.model
-                records = []
-                for record in run(ready, given.out / f"decode-{cell.name}"):
-                    records.append(record)
-                    step(f"{cell.name}: batches", len(records), len(ready.batches))
-                info = run_info(ready)
-                lines.append(row(cell, records))
-                print(lines[-1], flush=True)
-                versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
-                machine = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s), {device}"
-                head = (
-                    f"Made by `{command()}` with gradaudit {info.program} (commit {commit()}) on {machine}; "
-                    f"{versions}. Our scoring; labels and lengths unknown, batch size and dropout rate known; failures "
-                    "count 0."
-                )
-                write_table(given.write / f"{group}.md", head, "\n".join([HEADER, *lines]))
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main(PROGRAM))

@@ -9,13 +9,11 @@ batch, and sentences of other batches (swap control).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from pathlib import Path
 
 import torch
-from exact_decoding import OFF, PRACTICAL, Cell
-from tables import command
+from grid import OFF, PRACTICAL, Cell, made, options
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import Prepared, pick_device, prepare, private_batch
@@ -95,7 +93,7 @@ def plain(ready: Prepared, number: int, most: int) -> list[bool]:
 
 def main() -> None:
     """Run the decoys and write the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--each", type=int, default=14, help="decoys a batch and setting")
     parser.add_argument("--write", type=Path, default=None)
@@ -109,7 +107,7 @@ def main() -> None:
     some = [value for number in numbers for value in masked(on, number, given.each, lost=4)]
     said = [value for number in numbers for value in plain(off, number, given.each)]
     text = (
-        f"Made by `{command()}`. MiniLM, CoLA, batches of 4.\n\n"
+        f"{made()} MiniLM, CoLA, batches of 4.\n\n"
         "| setting | decoys | called proven | nearest to being proven |\n|---|---|---|---|\n"
         f"| dropout on: one row exchanged | {len(left)} | {sum(v < CLOSED for v in left)} "
         f"| {min(left):.1e} unexplained, limit {CLOSED:.0e} |\n"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from grid import made, options
 
 COLORS = {"minilm": "#1f6f8b", "mpnet": "#c8553d", "random-gpt2": "#588157"}
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 60, 45, 20
@@ -48,9 +49,7 @@ def totals(folder: Path) -> str:
         lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
     lines.append("| all | " + " | ".join(map(str, sums)) + " |")
     head = "| setting | batches | sentences | exact | proven | proven, wrong |\n|---|---|---|---|---|---|\n"
-    command = "python benchmarks/exact_decoding_figures.py out/benchmarks docs"
-    made = f"Made by `{command}` from the records of all the tables here."
-    return f"{made}\n\n{head}" + "\n".join(lines) + "\n"
+    return f"{made()} From the records of all the tables here.\n\n{head}" + "\n".join(lines) + "\n"
 
 
 def drawing(series: dict[str, list[tuple[float, float]]], title: str) -> str:
@@ -87,7 +86,11 @@ def dot(center: Sequence[float], color: str) -> str:
 
 def main() -> None:
     """Draw one figure with dropout on and one with it off."""
-    records, target = Path(sys.argv[1]), Path(sys.argv[2])
+    parser = options(__doc__)
+    parser.add_argument("records", type=Path, help="folder of exact_decoding.py's records")
+    parser.add_argument("target", type=Path, help="folder for the figures")
+    given = parser.parse_args()
+    records, target = given.records, given.target
     figures = {
         "exact-decoding-on": ("decode-*-b*-on*", "Sentences exact, dropout on, three data sets"),
         "exact-decoding-off": ("decode-m*-b*-off", "Sentences exact, encoders, dropout off, three data sets"),

@@ -9,7 +9,6 @@ of these three), of which the other shards do not even exist.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -19,9 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-from exact_decoding import DATA, OFF
+from grid import DATA, OFF, commit, made, options, write_table
 from safetensors.torch import save_file
-from tables import command, commit, write_table
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import prepare, private_batch
@@ -95,7 +93,7 @@ def shards(folder: Path, blocks: int, tokenizer: Path) -> None:
 
 def main() -> None:
     """Measure both, and print or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--write", type=Path, default=None, help="Markdown file for the table")
     parser.add_argument("--size", type=int, default=8, help="batch size")
     given = parser.parse_args()
@@ -138,7 +136,7 @@ def main() -> None:
                     f"| {exact}/{len(truth)} |"
                 )
                 print(lines[-1], flush=True)
-    head = f"Made by `{command()}` (commit {commit()}). CoLA, B = {given.size}, dropout off, float32 in memory."
+    head = f"{made()} CoLA, B = {given.size}, dropout off, float32 in memory."
     if given.write is not None:
         write_table(given.write, head, "\n".join(lines))
 

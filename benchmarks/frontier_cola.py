@@ -6,12 +6,11 @@ python benchmarks/frontier_cola.py out/frontier
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections import defaultdict
 from pathlib import Path
 
-from tables import command, commit, write_table
+from grid import command, commit, options, write_table
 
 ATTACKS = ("decode", "tag", "grab")
 HEADS = (
@@ -29,7 +28,7 @@ HEADS = (
 
 def main() -> None:
     """Read the sweep's table and write a table a batch size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/defenses/frontier-cola.md"))
     asked = parser.parse_args()

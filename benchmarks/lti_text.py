@@ -1,6 +1,6 @@
 """LTI for text: windows of WikiText, LTI's own target, four defenses, its baselines; the paper's numbers beside ours.
 
-    OMP_NUM_THREADS=1 python benchmarks/lti_text.py defenses rows --data /work/shared/data/wikitext2
+    OMP_NUM_THREADS=1 python benchmarks/lti_text.py defenses rows
 
 Groups: `defenses` (LTI-P and LTI by layers and by the paper's network, TAG, decode, exchange and blind under each
 defense; `--only layers-p,layers,blind,decode,tag` leaves out the network, which takes a quarter of an hour a cell,
@@ -13,36 +13,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from tables import command, commit, write_table
+from grid import Cell, Done, Options, Program, each, made, main, markdown, write_table
 from transformers import GPT2Config, GPT2Tokenizer
 
 from gradaudit.audit.fitting import INVERTERS, fitted
-from gradaudit.audit.prepare import Prepared, pick_device, prepare
+from gradaudit.audit.prepare import pick_device, prepare
 from gradaudit.audit.run import run
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client
-from gradaudit.client.simulate_text import ClientSimulation, _batch
-from gradaudit.errors import AuditError
+from gradaudit.client.simulate_text import ClientSimulation
+from gradaudit.data.spec import SourceSpec
+from gradaudit.data.text import load_rows
 from gradaudit.learned.text.features import hashed, sizes_of
 from gradaudit.learned.text.hashing import Hash
-from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.packages import gpt2_vocabulary_folder
-from gradaudit.models.transformers import TransformersModel
 from gradaudit.record import Record
 from gradaudit.registry import build, describe
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
+from gradaudit.types import Batch
 
 WORDS, LENGTH = 5000, 16
-PUBLIC, PRIVATE = "wiki.valid.tokens", "wiki.test.tokens"
+PUBLIC = {"source": "wikitext-2", "split": "validation"}
+PRIVATE = {"source": "wikitext-2", "split": "test"}
 DEFENSES: dict[str, list[dict[str, Any]]] = {
     "none": [],
     "sign": [{"name": "sign"}],
@@ -103,35 +104,28 @@ FEW = 6000
 """Public windows of a cell by layers."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One row of a table: an attack on windows under a defense, with so many public windows (None: all)."""
-
-    attack: str
-    defense: str
-    rows: int | None = None
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def case(self, data: Path, model: Path, windows: int) -> dict[str, Any]:
-        """The case file's content."""
-        attack = ATTACKS[self.attack] | self.fields
-        drawn = 202 if self.attack in SOME else 101
-        public = {"path": str(data / PUBLIC), "shuffle_seed": 101} | ({"rows": self.rows} if self.rows else {})
-        return {
-            "name": f"{self.attack}, {self.defense}",
-            "model": f"random:{model}",
-            "task": "causal-lm",
-            "data": {"path": str(data / PRIVATE), "window": LENGTH, "shuffle_seed": drawn, "batches": windows},
-            "client": {"freeze": ["word", "head"]},
-            # TAG takes lengths from it; LTI has a window's length by its making
-            "knowledge": {"lengths": True},
-            "defense": DEFENSES[self.defense],
-            "attack": attack,
-            "metrics": {"diagnose": False},
-        } | ({"public": public} if attack["name"] == "lti" else {})
+def setting(given: Options, attack: str, defense: str, rows: int | None = None) -> Cell:
+    """Return an attack on windows under a defense, with so many public windows (None: all)."""
+    windows = given.slow if attack in SLOW else given.some if attack in SOME else given.windows
+    public = PUBLIC | {"shuffle_seed": 101} | ({"rows": rows} if rows else {})
+    drawn = {"window": LENGTH, "shuffle_seed": 202 if attack in SOME else 101, "batches": windows}
+    more: dict[str, Any] = {"task": "causal-lm", "data": PRIVATE | drawn}
+    more["knowledge"] = {"lengths": True}  # TAG takes them from it; LTI has a window's length by its making
+    if ATTACKS[attack]["name"] == "lti":
+        more["public"] = public
+    return Cell(
+        model=f"random:{target(given)}", batches=windows, client={"freeze": ["word", "head"]},
+        defense=DEFENSES[defense], title=f"{attack}, {defense}", attack=ATTACKS[attack], more=more,
+        facts={"attack": attack, "defense": defense, "rows": rows},
+    )  # fmt: skip
 
 
-def make_model(data: Path, folder: Path, deviation: float) -> None:
+def target(given: Options) -> Path:
+    """Return the folder of the model that is attacked."""
+    return Path(given.out) / ("model" if given.deviation == 0.02 else f"model-{given.deviation:g}")
+
+
+def make_model(folder: Path, deviation: float) -> None:
     """Write LTI's target: GPT-2's shape at its sizes, and GPT-2's tokenizer cut to the public split's frequent tokens.
 
     Tokens are taken by their frequency in the public split, each with the pieces that it is merged from, until there
@@ -145,7 +139,7 @@ def make_model(data: Path, folder: Path, deviation: float) -> None:
     made_of = {first + second: (first, second) for first, second in reversed(merges)}
     whole = GPT2Tokenizer(vocab=str(source / "vocab.json"), merges=str(source / "merges.txt"))
     found: Counter[str] = Counter()
-    for line in (data / PUBLIC).read_text(encoding="utf8").splitlines():
+    for line in "\n".join(load_rows(SourceSpec.model_validate(PUBLIC), Path.cwd()).texts).splitlines():
         found.update(whole.convert_ids_to_tokens(whole(line, verbose=False)["input_ids"]))
     every: dict[str, int] = json.loads((source / "vocab.json").read_text(encoding="utf8"))
     end = "<|endoftext|>"
@@ -169,86 +163,93 @@ def make_model(data: Path, folder: Path, deviation: float) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def further(cell: Cell, ready: Prepared, out: Path, number: int) -> list[Record]:
+def further(given: Options, cell: Cell, ready: Any) -> list[Record]:
     """Return records of private windows after the cell's own, read by the inverter that the cell has fitted.
 
     Fewer windows than a comparison needs were drawn when the inverters were fitted; these take seconds, a fit minutes.
     """
     case = ready.case
-    known = fitted(ready.attack, ready.client, ready.selection, ready.public, 1, case.seed, out / INVERTERS)
-    data = cell.case(Path(case.data.path or "").parent, out / "model", number)
-    data["model"] = case.model
-    data["data"] |= {"skip": case.data.batches}
+    if not given.further or case.attack["name"] != "lti":
+        return []
+    known = fitted(ready.attack, ready.client, ready.selection, ready.public, 1, case.seed, given.out / INVERTERS)
+    data = cell.case()
+    data["data"] = data["data"] | {"skip": case.data.batches, "batches": given.further}
     data["attack"] = describe(known)
     del data["public"]
     more = parse_case(data)
-    return list(run(prepare(more, Path.cwd(), ready.device, ready.model), out / more.content_hash()))
+    return list(run(prepare(more, Path.cwd(), ready.device, ready.model), given.out / more.content_hash()))
 
 
-def defenses() -> list[Cell]:
+LEARNED = (
+    "layers-p", "layers", "layers-pieces", "layers-pairs", "layers-pieces-pairs", "layers-p-long", "layers-p-wide",
+    "layers-wide",
+)  # fmt: skip
+OTHERS = ("lti-p-wide", "lti-wide", "lti-p", "lti", "blind", "decode", "exchange", "tag", "tag-lamp")
+
+
+def defenses(given: Options) -> list[Cell]:
     """Every attack under every defense; what learns first."""
-    ours = [
-        Cell(attack, defense, FEW)
-        for attack in (
-            "layers-p",
-            "layers",
-            "layers-pieces",
-            "layers-pairs",
-            "layers-pieces-pairs",
-            "layers-p-long",
-            "layers-p-wide",
-            "layers-wide",
-        )
-        for defense in DEFENSES
-    ]
-    return ours + [
-        Cell(attack, defense)
-        for attack in ("lti-p-wide", "lti-wide", "lti-p", "lti", "blind", "decode", "exchange", "tag", "tag-lamp")
-        for defense in DEFENSES
-    ]
+    return chosen(given, [(a, d, FEW if a in LEARNED else None) for a in LEARNED + OTHERS for d in DEFENSES])
 
 
-def rows() -> list[Cell]:
+def rows(given: Options) -> list[Cell]:
     """LTI by layers with 500 public windows up to all, as many epochs each."""
-    return [Cell("layers", "sign", n) for n in (500, 1000, 2000, 4000, 8000, None)]
+    return chosen(given, [("layers", "sign", n) for n in (500, 1000, 2000, 4000, 8000, None)])
 
 
-GROUPS = {"defenses": defenses, "rows": rows}
+def chosen(given: Options, every: list[tuple[str, str, int | None]]) -> list[Cell]:
+    """Return the cells that `--only` and `--under` leave."""
+    attacks, under = given.only or list(ATTACKS), given.under or list(DEFENSES)
+    return [setting(given, a, d, n) for a, d, n in every if a in attacks and d in under]
+
+
+def names_of(known: dict[str, Any]) -> Any:
+    """Return what reads names joined by commas from the command line."""
+
+    def read(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(known)}")
+        return text.split(",")
+
+    return read
+
+
 SETTING = (
-    f"Windows of {LENGTH} tokens of WikiText-2: private ones of {PRIVATE}, public ones of {PUBLIC}, which share no "
+    f"Windows of {LENGTH} tokens of WikiText-2: private ones of its test split, public ones of its validation split, "
+    "which share no "
     "eight tokens in a row with a private one. Target: 3 blocks, width 96, random weights (deviation {deviation}), "
     f"pre-norm, causal, {WORDS} of GPT-2's tokens that are frequent in the public split; word embedding and output "
     "layer frozen, next-token loss, B = 1. Failures count 0; accuracy is by position. LTI's network: "
     f"{json.dumps(NET)}; by layers: {json.dumps(LAYERS)}. "
     "Published: LTI's own table: 50,257 tokens, bins 10% of the size, more text, more epochs."
 )
-HEADER = (
-    "| defense | attack | public windows | private windows | accuracy | R-1 | R-2 | R-L | blind accuracy | blind R-L "
-    "| s training | s a window | failed | published: accuracy/R-1/R-2/R-L |\n" + "|---" * 14 + "|"
-)
+COLUMNS = (
+    "defense", "attack", "public windows", "private windows", "accuracy", "R-1", "R-2", "R-L", "blind accuracy",
+    "blind R-L", "s training", "s a window", "failed", "published: accuracy/R-1/R-2/R-L",
+)  # fmt: skip
 
 
-def row(cell: Cell, records: list[Record], seconds: float | None) -> str:
-    """Return the cell's table row."""
-    summary = summarize(records)[0]
+def row(done: Done) -> list[str]:
+    """Return a cell's table row."""
+    attack, defense, wanted = (done.cell.facts[key] for key in ("attack", "defense", "rows"))
+    summary = summarize(done.records)[0]
     scores = [summary.scores[k].mean or 0.0 for k in ("token_accuracy", "rouge1", "rouge2", "rougeL")]
-    blind = [summary.baseline[k].mean or 0.0 for k in ("token_accuracy", "rougeL")]
-    public = records[0].knowledge.get("public", {}).get("rows", "none")
-    published = (
-        PUBLISHED.get(SAME.get(cell.attack, cell.attack), ("",) * 5)[PLACES[cell.defense]]
-        if cell.rows in (None, FEW)
-        else ""
-    )
-    return (
-        f"| {cell.defense} | {cell.attack} | {public} | {len(records)} | {' | '.join(f'{v:.1f}' for v in scores)} "
-        f"| {' | '.join(f'{v:.1f}' for v in blind)} | {'' if seconds is None else f'{seconds:.0f}'} "
-        f"| {summary.seconds:.2f} | {summary.failed} | {published} |"
-    )
+    scores += [summary.baseline[k].mean or 0.0 for k in ("token_accuracy", "rougeL")]
+    public = done.records[0].knowledge.get("public", {}).get("rows", "none")
+    said = PUBLISHED.get(SAME.get(attack, attack), ("",) * 5)[PLACES[defense]] if wanted in (None, FEW) else ""
+    return [
+        defense, attack, str(public), str(len(done.records)), *(f"{v:.1f}" for v in scores),
+        "" if done.learning is None else f"{done.learning:.0f}", f"{summary.seconds:.2f}", str(summary.failed), said,
+    ]  # fmt: skip
 
 
-def speed(model: TransformersModel, public: Any, write: Path, about: str) -> None:
+def speed(given: Options) -> None:
     """Simulate the same updates one by one and many at a time, hashed, and write gradients a second."""
-    lines = ["| defense | one by one, updates/s | together, updates/s | times |", "|---|---|---|---|"]
+    make_model(target(given), given.deviation)
+    case = parse_case(setting(given, "lti", "none").case())
+    ready = prepare(case, Path.cwd(), pick_device(given.device))
+    model, public, lines = ready.model, ready.public, []
     for name, tables in DEFENSES.items():
         behind = tuple(build("defense", d["name"], {k: v for k, v in d.items() if k != "name"}) for d in tables)
         client = Client(model, freeze=("word", "head"), defenses=behind)
@@ -264,87 +265,44 @@ def speed(model: TransformersModel, public: Any, write: Path, about: str) -> Non
                     hashed(simulation, hash_, texts, 1, stream(turn, "speed"))
                 else:
                     for n in range(len(texts)):
-                        batch = _batch(texts.ids[n : n + 1], texts.mask[n : n + 1], None)
+                        batch = Batch(texts.ids[n : n + 1].cpu(), texts.mask[n : n + 1].cpu(), None, ())
                         update = client.update(batch, stream(turn, "speed", n)).tensors
                         hash_(((k, update[v.parameter][None]) for k, v in simulation.views.items()), 1)
                 best = min(best, (time.perf_counter() - began) / len(texts))
             rates.append(1 / best)
-        lines.append(f"| {name} | {rates[0]:.0f} | {rates[1]:.0f} | {rates[1] / rates[0]:.1f} |")
+        lines.append([name, *(f"{rate:.0f}" for rate in rates), f"{rates[1] / rates[0]:.1f}"])
         print(lines[-1], flush=True)
-    write_table(
-        write / "speed.md", f"{about} Client and hash; the best of three turns of 128 updates.", "\n".join(lines)
-    )
+    head = f"{made(ready.device)} Client and hash; the best of three turns of 128 updates."
+    columns = ("defense", "one by one, updates/s", "together, updates/s", "times")
+    write_table(given.write / "speed.md", head, markdown(columns, lines))
 
 
-def main() -> None:
-    """Run the groups and write a table for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="+", choices=[*GROUPS, "speed"])
-    parser.add_argument("--data", type=Path, required=True, help=f"folder with {PUBLIC} and {PRIVATE}")
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/lti"), help="records, inverters and the model")
-    parser.add_argument("--write", type=Path, default=Path("benchmarks/results/lti"), help="tables' folder")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add what this program takes."""
     parser.add_argument("--windows", type=int, default=200, help="private windows a cell")
     parser.add_argument("--further", type=int, default=0, help="private windows more, read by what a cell has learned")
     parser.add_argument("--some", type=int, default=20, help=f"the same of {' and '.join(SOME)}")
     parser.add_argument("--slow", type=int, default=10, help=f"the same of {' and '.join(SLOW)}")
-    parser.add_argument("--only", default="", help="only these attacks, as lti,lti-p")
-    parser.add_argument("--under", default="", help="only under these defenses, as none,sign")
-    parser.add_argument(
-        "--deviation",
-        type=float,
-        default=0.02,
-        help="of the target's random weights; GPT-2's (PyTorch's own: .06 to .1)",
-    )
-    parser.add_argument("--device", default="auto")
-    given = parser.parse_args()
-    for name in filter(None, given.only.split(",")):
-        if name not in ATTACKS:
-            parser.error(f"--only: '{name}' is none of {', '.join(ATTACKS)}")
-    for name in filter(None, given.under.split(",")):
-        if name not in DEFENSES:
-            parser.error(f"--under: '{name}' is none of {', '.join(DEFENSES)}")
-    ready_process()
-    device = pick_device(given.device)
-    folder = given.out / ("model" if given.deviation == 0.02 else f"model-{given.deviation:g}")
-    make_model(given.data, folder, given.deviation)
-    setting = SETTING.replace("{deviation}", f"{given.deviation:g}")
-    about = f"Made by `{command()}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s)."
-    loaded: TransformersModel | None = None
-    for group in given.groups:
-        if group == "speed":
-            ready = prepare(parse_case(Cell("lti", "none").case(given.data, folder, 1)), Path.cwd(), device, loaded)
-            loaded = ready.model
-            speed(ready.model, ready.public, given.write, about)
-            continue
-        lines = []
-        for cell in GROUPS[group]():
-            if given.only and cell.attack not in given.only.split(","):
-                continue
-            if given.under and cell.defense not in given.under.split(","):
-                continue
-            count = given.slow if cell.attack in SLOW else given.some if cell.attack in SOME else given.windows
-            case = parse_case(cell.case(given.data, folder, count))
-            ready = prepare(case, Path.cwd(), device, loaded)
-            loaded = ready.model
-            place = given.out / case.content_hash()
-            note = place / "training.txt"
-            began = time.perf_counter()
-            records: list[Record] = []
-            try:
-                for record in run(ready, place, inverters=given.out / INVERTERS):
-                    if not records and not note.exists() and ready.attack.unfitted:
-                        note.write_text(f"{time.perf_counter() - began - record.seconds:.1f}")
-                    records.append(record)
-            except AuditError as error:
-                print(f"{cell.attack}, {cell.defense}: {error}", flush=True)
-                continue
-            seconds = float(note.read_text()) if note.exists() else None
-            if given.further and case.attack["name"] == "lti":
-                records += further(cell, ready, given.out, given.further)
-            lines.append(row(cell, records, seconds))
-            print(lines[-1], flush=True)
-            write_table(given.write / f"{group}.md", f"{about} {setting}", "\n".join([HEADER, *lines]))
+    parser.add_argument("--only", type=names_of(ATTACKS), help="only these attacks, as lti,lti-p")
+    parser.add_argument("--under", type=names_of(DEFENSES), help="only under these defenses, as none,sign")
+    deviation = "of the target's random weights; GPT-2's (PyTorch's own: .06 to .1)"
+    parser.add_argument("--deviation", type=float, default=0.02, help=deviation)
 
+
+PROGRAM = Program(
+    about=__doc__,
+    groups={"defenses": defenses, "rows": rows},
+    columns=COLUMNS,
+    table=each(row),
+    words=lambda group, given: SETTING.replace("{deviation}", f"{given.deviation:g}"),
+    results=Path("benchmarks/results/lti"),
+    records=Path("out/benchmarks/lti"),
+    options=options,
+    before=lambda group, given: make_model(target(given), given.deviation),
+    shared_inverters=True,
+    further=further,
+    measured={"speed": speed},
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(PROGRAM))

@@ -11,25 +11,15 @@ each attack. Records go to out/benchmarks. Failures count 0.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from exact_decoding import DATA, OFF, PRACTICAL
-from tables import command, commit, write_table
-
-from gradaudit.audit.info import RECORDS
-from gradaudit.audit.prepare import pick_device, prepare
-from gradaudit.audit.run import run
-from gradaudit.case import parse_case
-from gradaudit.files import read_lines
-from gradaudit.leakage.matching.compiled import compiling
-from gradaudit.machine import ready_process
-from gradaudit.models.transformers import TransformersModel
-from gradaudit.record import Record
+from grid import OFF, PRACTICAL, Cell, Done, Program, main
 
 # about 7,500 evaluations, what TAG's published 2500 steps cost; the published decay, as far down, in fewer steps
 GRAB: dict[str, Any] = {
@@ -46,51 +36,29 @@ CURVE = GRAB | {"steps": 250, "decay": 0.89**8}
 LAMP_CURVE = LAMP | {"steps": 560, "decay": 0.89 ** (20 / 5.6), "edits": 30}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One row.
+KNOWN = {"labels": True, "lengths": True}
 
-    Args:
-        title: what the table calls it.
-        attack: the [attack] table.
-        size: batch size.
-        batches: how many.
-        client: the [client] table.
-        published: ROUGE-L in the paper (BERT-base, full budget), if any.
-        defense: [[defense]] tables.
-        knowledge: the [knowledge] table.
-        tensors: which gradients are seen.
-    """
 
-    title: str
-    attack: dict[str, Any]
-    size: int = 1
-    batches: int = 16
-    client: dict[str, Any] = field(default_factory=lambda: dict(PRACTICAL))
-    published: str = ""
-    defense: tuple[dict[str, Any], ...] = ()
-    knowledge: dict[str, bool] = field(default_factory=lambda: {"labels": True, "lengths": True})
-    tensors: str = "all"
-
-    def case(self) -> dict[str, Any]:
-        """The case file's content."""
-        return {
-            "name": self.title,
-            "model": "minilm",
-            "data": DATA["cola"] | {"shuffle_seed": 101, "batch_size": self.size, "batches": self.batches},
-            "client": self.client,
-            "selection": {"tensors": self.tensors},
-            "knowledge": self.knowledge,
-            "defense": list(self.defense),
-            "attack": self.attack,
-            "metrics": {"diagnose": False},
-        }
+def setting(
+    title: str,
+    attack: Mapping[str, Any],
+    size: int = 1,
+    batches: int = 16,
+    client: Mapping[str, Any] = PRACTICAL,
+    published: str = "",
+    defense: Sequence[Mapping[str, Any]] = (),
+    knowledge: Mapping[str, bool] = KNOWN,
+    tensors: str = "all",
+) -> Cell:
+    """Return a cell; published is ROUGE-L in the paper (BERT-base, full budget), if any."""
+    return Cell("cola", size, batches, client, tensors=tensors, defense=defense, published=published, title=title,
+                attack=attack, more={"knowledge": dict(knowledge)})  # fmt: skip
 
 
 def _five(size: int, batches: int, client: dict[str, Any], values: dict[str, str]) -> list[Cell]:
     rows = [("grab, masks learned", GRAB), ("grab, no masks", GRAB | NO_MASKS), ("lamp cos", LAMP), ("tag", TAG)]
     rows += [("dlg", DLG)] if size == 1 else []
-    return [Cell(title, a, size, batches, client, values.get(title, "")) for title, a in rows]
+    return [setting(title, a, size, batches, client, values.get(title, "")) for title, a in rows]
 
 
 def order() -> list[Cell]:
@@ -105,7 +73,7 @@ def order2() -> list[Cell]:
     """Practical setting, B = 2, at a third of the steps; a curve's beam search grows with B, so LAMP has all of its."""
     rows = {"grab, masks learned": CURVE, "grab, no masks": CURVE | NO_MASKS, "lamp cos": LAMP}
     values = {"grab, masks learned": "69.0"}
-    return [Cell(title, attack, 2, 8, published=values.get(title, "")) for title, attack in rows.items()]
+    return [setting(title, attack, 2, 8, published=values.get(title, "")) for title, attack in rows.items()]
 
 
 def benchmark() -> list[Cell]:
@@ -116,7 +84,7 @@ def benchmark() -> list[Cell]:
 def dropout() -> list[Cell]:
     """Rising dropout rates, masks learned and not."""
     return [
-        Cell(f"dropout {p:g}, {'masks learned' if learn else 'no masks'}", CURVE | {"learn_masks": learn}, 1, 8,
+        setting(f"dropout {p:g}, {'masks learned' if learn else 'no masks'}", CURVE | {"learn_masks": learn}, 1, 8,
              PRACTICAL | {"dropout_rate": p})
         for p in (0.1, 0.2, 0.3, 0.4) for learn in (True, False)
     ]  # fmt: skip
@@ -126,7 +94,7 @@ def pruning() -> list[Cell]:
     """Grab's random pruning, matched on its support and not."""
     values = {0.75: "78.8", 0.9: "80.8", 0.95: "78.0", 0.99: "75.4"}
     return [
-        Cell(f"pruned {r:g}, counter {'on' if c else 'off'}", CURVE | {"counter": c}, 1, 8, PRACTICAL,
+        setting(f"pruned {r:g}, counter {'on' if c else 'off'}", CURVE | {"counter": c}, 1, 8, PRACTICAL,
              v if c else "", ({"name": "random-pruning", "rate": r},))
         for r, v in values.items() for c in (True, False)
     ]  # fmt: skip
@@ -135,7 +103,7 @@ def pruning() -> list[Cell]:
 def noise() -> list[Cell]:
     """Grab's noise on normalized tensors, the guess normalized and not."""
     return [
-        Cell(f"noise {s:g}, counter {'on' if c else 'off'}", CURVE | {"counter": c}, 1, 8,
+        setting(f"noise {s:g}, counter {'on' if c else 'off'}", CURVE | {"counter": c}, 1, 8,
              defense=({"name": "normalized-gaussian", "sigma": s},))
         for s in (0.001, 0.005, 0.01, 0.05) for c in (True, False)
     ]  # fmt: skip
@@ -148,7 +116,7 @@ def unknown() -> list[Cell]:
         (4, True, True): "62.8", (4, False, True): "55.5", (4, True, False): "66.9", (4, False, False): "63.9",
     }  # fmt: skip
     return [
-        Cell(f"B = {size}, labels {'known' if y else 'unknown'}, lengths {'known' if n else 'unknown'}", CURVE, size,
+        setting(f"B = {size}, labels {'known' if y else 'unknown'}, lengths {'known' if n else 'unknown'}", CURVE, size,
              6, published=value, knowledge={"labels": y, "lengths": n, "longest": not n})
         for (size, y, n), value in values.items()
     ]  # fmt: skip
@@ -164,7 +132,7 @@ def variants() -> list[Cell]:
         "grab, masks restarted": {"restart_masks": True},
         "grab, texts under 4 fresh masks": {"score_masks": 4},
     }
-    return [Cell(title, GRAB | how) for title, how in ways.items()]
+    return [setting(title, GRAB | how) for title, how in ways.items()]
 
 
 PARTS = {
@@ -175,10 +143,13 @@ PARTS = {
 
 def partial() -> list[Cell]:
     """Parts of the gradient, LAMP by cosine, dropout off (partial gradients, EMNLP 2024): B = 1, and three at B = 2."""
-    cells = [Cell(f"lamp cos, {n}", LAMP_CURVE, 1, 8, OFF, value, tensors=part) for n, (part, value) in PARTS.items()]
+    cells = [
+        setting(f"lamp cos, {n}", LAMP_CURVE, 1, 8, OFF, value, tensors=part) for n, (part, value) in PARTS.items()
+    ]
     pairs = {"all": "58.9", "layer 1": "48.6", "q1": "40.7"}
     return cells + [
-        Cell(f"lamp cos, B = 2, {n}", LAMP_CURVE, 2, 8, OFF, value, tensors=PARTS[n][0]) for n, value in pairs.items()
+        setting(f"lamp cos, B = 2, {n}", LAMP_CURVE, 2, 8, OFF, value, tensors=PARTS[n][0])
+        for n, value in pairs.items()
     ]
 
 
@@ -196,89 +167,49 @@ def interval(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} [{low:.1f}, {high:.1f}]"
 
 
-def table(cells: list[Cell], records: list[list[Record]]) -> str:
-    """Return the group's table: means with intervals, and each row's paired difference to the next."""
-    done = min(map(len, records))
-    lines = [
-        "| attack | share of parameters, rank | batches | ROUGE-1 | ROUGE-2 | ROUGE-L | minus the next row's, paired "
-        "| blind R-L | evaluations | median s | published R-L |\n" + "|---" * 11 + "|"
-    ]
-    for n, (cell, found) in enumerate(zip(cells, records, strict=True)):
-        some = found[:done]
+def table(done: Sequence[Done]) -> list[list[str]]:
+    """Return means with intervals, and each row's paired difference to the next, of the batches that all rows have."""
+    done = [one for one in done if one.records]
+    most, rows = min(len(one.records) for one in done), []
+    for n, one in enumerate(done):
+        some = one.records[:most]
         score = {k: [r.scores[k] for r in some] for k in ("rouge1", "rouge2", "rougeL")}
-        after = [r.scores["rougeL"] for r in records[n + 1][:done]] if n + 1 < len(cells) else []
+        after = [r.scores["rougeL"] for r in done[n + 1].records[:most]] if n + 1 < len(done) else []
         pairs = [a - b for a, b in zip(score["rougeL"], after, strict=False)]
         spent = statistics.mean([float(r.details.get("gradient_evaluations", 0)) for r in some])
-        blind = statistics.mean([r.baseline["rougeL"] for r in some])
         # a step of the harness attacks is counted once in their records, and three times here
-        spent *= 3 if cell.attack["name"] in ("tag", "dlg") else 1
-        means = " | ".join(f"{statistics.mean(score[k]):.1f}" for k in ("rouge1", "rouge2"))
+        spent *= 3 if one.cell.attack["name"] in ("tag", "dlg") else 1
         ranks = [r.spectrum.rank for r in some if r.spectrum is not None]
         seen = f"{100 * some[0].share_of_parameters:.1f}%" + (f", {statistics.mean(ranks):.0f}" if ranks else "")
-        lines.append(
-            f"| {cell.title} | {seen} | {done} | {means} | {interval(score['rougeL'])} "
-            f"| {interval(pairs) if pairs else ''} | {blind:.1f} | {spent:.0f} "
-            f"| {statistics.median(r.seconds for r in some):.0f} | {cell.published} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append([
+            one.cell.title, seen, str(most), *(f"{statistics.mean(score[k]):.1f}" for k in ("rouge1", "rouge2")),
+            interval(score["rougeL"]), interval(pairs) if pairs else "",
+            f"{statistics.mean([r.baseline['rougeL'] for r in some]):.1f}", f"{spent:.0f}",
+            f"{statistics.median(r.seconds for r in some):.0f}", one.cell.published,
+        ])  # fmt: skip
+    return rows
 
 
-def main() -> None:
-    """Run the groups, batch by batch, and write a table for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="+", choices=sorted(GROUPS))
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the records")
-    parser.add_argument("--write", type=Path, default=Path("benchmarks/results/matching"), help="tables' folder")
-    parser.add_argument("--batches", type=int, default=0, help="stop after so many batches; 0 for all")
-    parser.add_argument("--rows", default="", help="only these rows, as 0,1; without --table no table")
-    parser.add_argument("--table", action="store_true", help="run nothing, write the tables of what is there")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--compile", action="store_true", help="compile the steps")
-    given = parser.parse_args()
-    ready_process()  # as the program does
-    with compiling(given.compile):
-        measure(given)
-
-
-def measure(given: argparse.Namespace) -> None:
-    """Run the cells of the groups that were asked for, or only write their tables."""
-    device = pick_device(given.device)
-    model: TransformersModel | None = None
-    for group in given.groups:
-        cells = GROUPS[group]()
-        folders = [given.out / f"matching-{group}-{cell.title.replace(' ', '-').replace(',', '')}" for cell in cells]
-        chosen = [int(n) for n in given.rows.split(",")] if given.rows else list(range(len(cells)))
-        if given.table:
-            found = [list(read_lines(folders[n] / RECORDS, Record)) for n in chosen]
-            write(given, group, [cells[n] for n in chosen], found, device)
-            continue
-        runs = {}
-        for n in chosen:
-            ready = prepare(parse_case(cells[n].case()), Path.cwd(), device, model)
-            model = ready.model
-            runs[n] = run(ready, folders[n])
-        records: list[list[Record]] = [[] for _ in cells]
-        for batch in range(min(given.batches or cells[0].batches, cells[0].batches)):
-            for n in chosen:
-                records[n].append(next(runs[n]))
-                print(f"{group} {batch} {cells[n].title}: {records[n][-1].scores['rougeL']}", flush=True)
-            if not given.rows:
-                write(given, group, cells, records, device)
-
-
-def write(
-    given: argparse.Namespace, group: str, cells: list[Cell], records: list[list[Record]], device: torch.device
-) -> None:
-    """Write a group's table of the batches that all of its rows have."""
-    head = (
-        f"Made by `{command()}` (commit {commit()}) on {device}, {torch.get_num_threads()} thread(s). MiniLM, CoLA, "
-        "our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
+PROGRAM = Program(
+    about=__doc__,
+    groups={
+        group: lambda given, group=group, make=make: [replace(c, name=f"matching-{group}-{c.title}") for c in make()]
+        for group, make in GROUPS.items()
+    },
+    columns=(
+        "attack", "share of parameters, rank", "batches", "ROUGE-1", "ROUGE-2", "ROUGE-L",
+        "minus the next row's, paired", "blind R-L", "evaluations", "median s", "published R-L",
+    ),
+    table=table,
+    words=lambda group, given: (
+        "MiniLM, CoLA, our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
         "(12 blocks, another draw). The attacker has the weights, batch size and dropout rate, and labels and lengths "
         "unless a row says otherwise. The draw is that on which budgets were tried. Intervals: 95%, bootstrap over "
         "batches."
-    )
-    write_table(given.write / f"{group}.md", head, table(cells, records))
-
+    ),
+    results=Path("benchmarks/results/matching"),
+    interleaved=True,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(PROGRAM))

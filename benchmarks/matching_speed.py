@@ -11,7 +11,6 @@ benchmarks/results/matching-speed.md. Run it alone on the machine.
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import time
@@ -21,8 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from exact_decoding import PRACTICAL, Cell
-from tables import command, commit
+from grid import PRACTICAL, Cell, made, options
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import pick_device, prepare, private_batch
@@ -161,7 +159,7 @@ PARTS: dict[str, tuple[Callable[[Scene], list[str]], str]] = {
 
 def main() -> None:
     """Measure what was asked for, and write its sections of the file; the others stay."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--part", choices=list(PARTS), help="one alone; both unless named")
     given = parser.parse_args()
     asked = [given.part] if given.part else list(PARTS)
@@ -184,9 +182,9 @@ def main() -> None:
     for part in asked:
         header = PARTS[part][1]
         found[part] = (
-            f"\nMade by `{command()}` (commit {commit()}) on {device}. MiniLM, "
+            f"\n{made(device)} MiniLM, "
             "CoLA, practical setting. The released code takes 110 ms an evaluation and 250 to 360 ms a step at B = 1, "
-            "one thread (measured_peers.md).\n\n"
+            "one thread ([peers](../../docs/peers.md)).\n\n"
             + "\n".join([header, "|---" * (header.count("|") - 1) + "|", *rows[part]])
             + "\n\n"
         )

@@ -8,13 +8,11 @@ goes on there) and hold no text. Failures count 0. The table states the command,
 
 from __future__ import annotations
 
-import argparse
-import platform
 from pathlib import Path
 
 import torch
+from grid import made, options
 from rich.console import Console
-from tables import command
 
 from gradaudit.audit.info import run_info
 from gradaudit.audit.prepare import pick_device, prepare
@@ -115,7 +113,7 @@ def section(path: Path, case: Case, info: RunInfo, records: list[Record]) -> str
 
 def main() -> None:
     """Run the cases and print, or write, their tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("cases", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for the records")
     parser.add_argument("--write", type=Path, default=None, help="Markdown file for the table")
@@ -130,11 +128,7 @@ def main() -> None:
         for path in given.cases:
             case, info, records = run_case(path, given.out, device, given.batches)
             parts.append(section(path, case, info, records))
-    versions = ", ".join(f"{name} {number}" for name, number in info.versions.items())
-    head = (
-        f"Made by `{command()}` with gradaudit {info.program} on {platform.processor() or platform.machine()}, "
-        f"{torch.get_num_threads()} thread(s), {device}; {versions}.\n\n"
-    )
+    head = f"{made(device)}\n\n"
     text = head + "\n".join(parts)
     if given.write is not None:
         given.write.parent.mkdir(parents=True, exist_ok=True)

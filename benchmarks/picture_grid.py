@@ -4,30 +4,25 @@
 
 Five of scikit-learn's digits (real images that come with the package), the others being public, LTI's defenses at its
 strengths; the attacks that need public images have those. Writes benchmarks/results/vision/digits.png, a row an
-attack, five columns a defense. A cell that is finished is read and not run again. With `--data` it is the same of
-CIFAR-10: test.parquet and train.parquet in a folder, and `--write` says where the picture goes.
+attack, five columns a defense. A cell that is finished is read and not run again. With `--cifar10` it is the same of
+CIFAR-10, and `--write` says where the picture goes.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import io
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
+from grid import Cell, Options, Runner, options
 from PIL import Image, ImageDraw
-from vision import ATTACKS, DEFENSES
+from vision import DEFENSES, PRIVATE, PROGRAM, PUBLIC, mse, setting
 
 from gradaudit.audit.info import IMAGES
-from gradaudit.audit.prepare import prepare
-from gradaudit.audit.run import run
-from gradaudit.case import parse_case
-from gradaudit.errors import AuditError
 from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
-from gradaudit.record import Pictures, Record
+from gradaudit.record import Pictures
 
 ROWS = {"blind": "blind", "ig": "ig", "gigip": "gigip", "lti-images": "lti-kernel", "refined": "lti-refined"}
 """What a row is called, and what it is in the table."""
@@ -35,21 +30,11 @@ SIDE, GAP, MARGIN, HEAD = 40, 4, 92, 22
 """Pixels: of an image, between images, left of them, above them."""
 
 
-def cell(attack: str, defense: str, data: Path | None, images: int, public: int, out: Path) -> list[Record]:
-    """Run a cell, or read it, and return its records."""
-    case = parse_case(
-        {
-            "model": "lenet",
-            "task": "image-classification",
-            "data": {"batches": images, "shuffle_seed": 101} | ({"path": str(data / "test.parquet")} if data else {}),
-            "defense": DEFENSES[defense],
-            "attack": ATTACKS[attack],
-            "metrics": {"diagnose": False},
-        }
-        | ({"public": {"path": str(data / "train.parquet"), "rows": public, "shuffle_seed": 101}} if data else {})
-    )
-    folder = out / f"{attack}-{defense.replace(' ', '-')}"
-    return list(run(prepare(case, Path.cwd(), torch.device("cpu")), folder, inverters=out / "inverters"))
+def cell(given: Options, attack: str, defense: str) -> Cell:
+    """Return a cell of the picture."""
+    private, public = (PRIVATE, PUBLIC) if given.cifar10 else ({"source": "digits"}, {})
+    found = setting(attack, defense, given.images, given.public, private, public)
+    return replace(found, name=f"{attack}-{defense.replace(' ', '-')}")
 
 
 def pictures(folder: Path) -> list[tuple[Image.Image, Image.Image | None]]:
@@ -67,7 +52,7 @@ def _picture(png: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").resize((SIDE, SIDE), Image.Resampling.NEAREST)
 
 
-def grid(out: Path, errors: dict[tuple[str, str], float]) -> Image.Image:
+def grid(out: Path, errors: dict[tuple[str, str], str]) -> Image.Image:
     """Return the picture of all cells, each with its mean squared error."""
     several = len(pictures(out / f"{next(iter(ROWS.values()))}-none"))
     wide = several * (SIDE + GAP) + 3 * GAP
@@ -87,30 +72,30 @@ def grid(out: Path, errors: dict[tuple[str, str], float]) -> Image.Image:
                 if one is not None:
                     page.paste(one, (left + n * (SIDE + GAP), top))
             if attack is not None:
-                pen.text((left, top + SIDE + 2), f"MSE {errors[attack, defense]:.4f}", fill="dimgray")
+                pen.text((left, top + SIDE + 2), f"MSE {errors[attack, defense]}", fill="dimgray")
     return page
 
 
 def main() -> None:
     """Run all cells and write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with test.parquet and train.parquet in place of digits")
+    parser = options(__doc__)
+    parser.add_argument("--cifar10", action="store_true", help="in place of digits")
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--public", type=int, default=5000, help="public images where they are not digits")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/pictures"))
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/vision/digits.png"))
+    parser.set_defaults(device="cpu")
     asked = parser.parse_args()
     ready_process()
-    errors: dict[tuple[str, str], float] = {}
+    runner, errors = Runner(PROGRAM, asked), {}
     for attack in ROWS.values():
         for defense in DEFENSES:
-            given: tuple[Any, ...] = (asked.data, asked.images, asked.public, asked.out)
-            try:
-                summary = summarize(cell(attack, defense, *given))[0]
-            except AuditError as error:
-                parser.error(str(error))
-            errors[attack, defense] = summary.scores["mse"].mean or 0.0
-            print(f"{attack}, {defense}: MSE {errors[attack, defense]:.4f}, {summary.seconds:.1f} s", flush=True)
+            done = runner.finished(cell(asked, attack, defense), 0)
+            if runner.failed:
+                parser.error("; ".join(runner.failed.values()))
+            found = summarize(done.records)[0]
+            errors[attack, defense] = mse(found).split(" (")[0]
+            print(f"{attack}, {defense}: MSE {errors[attack, defense]}, {found.seconds:.1f} s", flush=True)
     asked.write.parent.mkdir(parents=True, exist_ok=True)
     grid(asked.out, errors).save(asked.write, optimize=True)
     print(asked.write)

@@ -7,11 +7,10 @@ OMP_NUM_THREADS=1 python benchmarks/placing_words.py rt 8 0 --model mpnet
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
-from exact_decoding import DATA, OFF, Cell
+from grid import DATA, OFF, Cell, options
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import pick_device, prepare, private_batch
@@ -34,7 +33,7 @@ def on_top(pairs: Pairs, strength: torch.Tensor, right: set[tuple[int, int]]) ->
 
 def main() -> None:
     """Count for some batches."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("data", choices=sorted(DATA))
     parser.add_argument("size", type=int)
     parser.add_argument("batches", type=int, nargs="+", help="which, by number")

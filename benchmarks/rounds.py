@@ -1,15 +1,15 @@
 """What a round of a defense takes: milliseconds of the mean update of sixteen clients, one sentence of CoLA each.
 
-    OMP_NUM_THREADS=1 python benchmarks/rounds.py ../shared/data/cola/in_domain_train.tsv
+    OMP_NUM_THREADS=1 python benchmarks/rounds.py
 
 The frontier's client (MiniLM, dropout on, attention and head trained), which trains a thousand rounds a point. With
-`--other DIR`, a checkout of another commit (from 3b0ab6f on), the same is measured of its code, both in turns, and
+`--other DIR`, a checkout of another commit (that has data sets by name), the same is measured of its code, both in
+turns, and
 stands beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import command, commit, write_table
+from grid import DATA, made, options, write_table
 
 from gradaudit.audit.prepare import client_of, pick_device, prepare
 from gradaudit.case import parse_case
@@ -44,12 +44,12 @@ DEFENSES: dict[str, tuple[str, dict[str, Any]] | None] = {
 }
 
 
-def measure(data: Path, turns: int) -> dict[str, list[float]]:
+def measure(turns: int) -> dict[str, list[float]]:
     """Return the milliseconds of each turn, by defense."""
     table = {
         "model": "minilm",
         "task": "classification",
-        "data": {"path": str(data), "header": False, "text": 3, "label": 1, "shuffle_seed": 101, "batch_size": CLIENTS},
+        "data": DATA["cola"] | {"shuffle_seed": 101, "batch_size": CLIENTS},
         "client": {"dropout": True, "freeze": ["embeddings", "*:f,p"]},
         "attack": {"name": "decode"},
     }
@@ -73,15 +73,14 @@ def measure(data: Path, turns: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure, of one code or of two in turns, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="CoLA's in_domain_train.tsv")
+    parser = options(__doc__)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--other", type=Path, help="a checkout to compare with")
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/defenses/rounds.md"))
     parser.add_argument("--print", action="store_true", help="print the numbers only, as `--other` asks for them")
     asked = parser.parse_args()
     if asked.print:
-        for name, values in measure(asked.data, asked.turns).items():
+        for name, values in measure(asked.turns).items():
             print(name, *(f"{v:.2f}" for v in values), sep="\t")
         return
     here = Path(__file__).resolve().parent.parent
@@ -90,7 +89,7 @@ def main() -> None:
     for _ in range(2 if asked.other else 1):  # in turns: the machine's own pace changes
         for code, into in zip(codes, found, strict=True):
             told = subprocess.run(
-                [sys.executable, __file__, str(asked.data), "--turns", str(asked.turns), "--print"],
+                [sys.executable, __file__, "--turns", str(asked.turns), "--print"],
                 env=os.environ | {"PYTHONPATH": str(code / "src")}, capture_output=True, text=True, check=True,
             )  # fmt: skip
             for line in told.stdout.splitlines():
@@ -104,7 +103,7 @@ def main() -> None:
         lines.append(f"| {' | '.join([name, *(f'{v:.0f}' for v in each), *ratio])} |")
     head = (
         "# What a round takes\n\n"
-        f"Made by `{command()}` (commit {commit()}) on cpu, {torch.get_num_threads()} thread(s). The mean update of "
+        f"{made()} The mean update of "
         f"{CLIENTS} clients with one sentence of CoLA each, MiniLM, dropout on, attention and head trained; medians."
     )
     write_table(asked.write, head, "\n".join(lines))

@@ -1,32 +1,34 @@
 """Images under defenses: LTI's vision table on CIFAR-10 and LeNet, B = 1, with its baselines, and LTI's ablations.
 
-    python benchmarks/vision.py defenses sizes shift --data ../shared/data/cifar10_jpeg --images 10
+    python benchmarks/vision.py defenses sizes shift --images 10
 
 Groups: `defenses` (all attacks), `sizes` and `shift` (LTI by number and kind of public images), `speed` (simulated
 updates a second, one by one and many at a time). Private images are from
-test.parquet, public ones from train.parquet (in the papers' draw). A cell that is finished is read and not run again.
+CIFAR-10's test split, public ones from its training split (in the papers' draw). A cell that is finished is read
+and not run again.
 Seconds are of one image; fitting is told apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from grid import Cell, Done, Options, Program, made, main, markdown, write_table
 from pyarrow import parquet
-from tables import command, commit, write_table
 
 from gradaudit.audit.fitting import simulation_of
-from gradaudit.audit.prepare import Prepared, prepare
-from gradaudit.audit.run import run
-from gradaudit.case import Case, parse_case
+from gradaudit.audit.prepare import Prepared as PreparedImages
+from gradaudit.audit.prepare import prepare
+from gradaudit.case import parse_case
 from gradaudit.client.simulate_images import ImageSimulation
-from gradaudit.machine import ready_process
+from gradaudit.data.named import NAMED, local_files
+from gradaudit.errors import BadInputError
 from gradaudit.metrics.summary import summarize
 from gradaudit.record import Summary
 from gradaudit.streams import stream
@@ -63,113 +65,99 @@ PUBLISHED = {  # LTI (arXiv 2210.10880): MSE on LeNet, 50,000 auxiliary images; 
 }
 
 
-@dataclass(frozen=True)
-class Data:
-    """Where images come from.
+SIZES = (500, 1000, 2000, 5000, 10_000)
+SHARES = (0.0, 0.01, 0.05, 0.1, 0.5, 1.0)
+PRIVATE: dict[str, Any] = {"source": "cifar10", "split": "test"}
+PUBLIC: dict[str, Any] = {"source": "cifar10"}
+
+
+def setting(
+    attack: str,
+    defense: str,
+    images: int,
+    rows: int,
+    private: dict[str, Any] = PRIVATE,
+    public: dict[str, Any] = PUBLIC,
+    seed: int | None = 101,
+    row: str = "",
+) -> Cell:
+    """Return an attack on private images under a defense, with so many public ones.
 
     Args:
-        private, public: parquet files.
-        images: private images a cell.
+        attack: key of `ATTACKS`.
+        defense: key of `DEFENSES`.
+        images: private images.
         rows: public images.
+        private: where the private images are from.
+        public: where the public ones are from.
         seed: of the private draw; None takes the first.
+        row: the table's row, where all defenses are in one.
     """
-
-    private: Path
-    public: Path
-    images: int
-    rows: int
-    seed: int | None = 101
-
-
-def case_of(data: Data, attack: str, defense: str) -> Case:
-    """Return the case of a cell."""
-    return parse_case(
-        {
-            "model": "lenet",
-            "task": "image-classification",
-            "data": {"path": str(data.private), "batches": data.images, "shuffle_seed": data.seed},
-            "public": {"path": str(data.public), "rows": data.rows, "shuffle_seed": 101},
-            "defense": DEFENSES[defense],
-            "attack": ATTACKS[attack],
-            "metrics": {"diagnose": False},
-        }
-    )
+    drawn = {"batches": images} | ({} if seed is None else {"shuffle_seed": seed})
+    more = {"task": "image-classification", "data": private | drawn}
+    if public:
+        more["public"] = public | {"rows": rows, "shuffle_seed": 101}
+    return Cell(
+        model="lenet", batches=images, client={}, defense=DEFENSES[defense], title=f"{attack}, {defense} {row}".strip(),
+        attack=ATTACKS[attack], more=more, facts={"attack": attack, "defense": defense, "row": row},
+    )  # fmt: skip
 
 
-def cell(data: Data, attack: str, defense: str, out: Path) -> tuple[Summary, float]:
-    """Run one cell and return its scores and the seconds spent on learning."""
-    case = case_of(data, attack, defense)
-    ready = prepare(case, Path.cwd(), torch.device("cpu"))
-    began = time.perf_counter()
-    folder = out / case.content_hash()
-    spent = folder / "seconds.json"
-    records = list(run(ready, folder, inverters=folder / "inverters"))
-    whole = time.perf_counter() - began
-    if not spent.is_file():
-        spent.write_text(json.dumps(max(0.0, whole - sum(r.seconds for r in records))))
-        shutil.rmtree(folder / "inverters", ignore_errors=True)  # hundreds of megabytes each
-    return summarize(records)[0], json.loads(spent.read_text())
-
-
-def defenses(asked: argparse.Namespace) -> None:
+def defenses(given: Options) -> list[Cell]:
     """Every attack under every defense."""
-    data = Data(asked.data / "test.parquet", asked.data / "train.parquet", asked.images, asked.public)
-    rows = []
-    for attack in asked.only.split(","):
-        for number, defense in enumerate(DEFENSES):
-            found, fitting = cell(data, attack, defense, asked.out)
-            shown = [f"{found.scores[n].mean or 0:.2f}" for n in ("psnr", "ssim")]
-            published = f"{PUBLISHED[attack][number]:.3f}" if attack in PUBLISHED else ""
-            learned = f"{fitting:.0f}" if attack.startswith("lti") else ""
-            counts = [str(found.n), str(found.failed)]
-            blind = f"{found.baseline['mse'].mean:.4f}"
-            seconds = f"{found.seconds:.2f}"
-            rows.append([attack, defense, *counts, _mse(found), *shown, blind, seconds, learned, published])
-            print(rows[-1], flush=True)
-            heads = "attack, defense, images, failed, MSE, PSNR, SSIM, blind MSE, seconds an image, fitting s"
-            _write(asked, "cifar10.md", "CIFAR-10, LeNet, B = 1", [*heads.split(", "), "published MSE"], rows)
+    return [setting(attack, d, given.images, given.public) for attack in given.only.split(",") for d in DEFENSES]
 
 
-def sizes(asked: argparse.Namespace) -> None:
+def sizes(given: Options) -> list[Cell]:
     """LTI by the number of public images."""
-    rows = []
-    for count in (500, 1000, 2000, 5000, 10_000):
-        data = Data(asked.data / "test.parquet", asked.data / "train.parquet", asked.images, count)
-        found = [cell(data, "lti-plain", defense, asked.out)[0] for defense in DEFENSES]
-        rows.append([str(count), *map(_mse, found), f"{found[0].baseline['mse'].mean:.4f}"])
-        print(rows[-1], flush=True)
-        _write(
-            asked,
-            "sizes.md",
-            "LTI (kernel, not mirrored) by public images",
-            ["public images", *DEFENSES, "blind MSE"],
-            rows,
-        )
+    return [setting("lti-plain", d, given.images, count, row=str(count)) for count in SIZES for d in DEFENSES]
 
 
-def shift(asked: argparse.Namespace) -> None:
+def shift(given: Options) -> list[Cell]:
     """LTI by the share of public images that are of the private classes: private ones are of the first five."""
-    rows = []
-    private = _of_classes(asked.data / "test.parquet", asked.out / "private.parquet", {True: asked.images, False: 100})
-    for beta in (0.0, 0.01, 0.05, 0.1, 0.5, 1.0):
+    private = {"path": str(given.out / "private.parquet")}
+    return [
+        setting("lti-plain", d, given.images, SHIFTED, private, {"path": str(shifted(given, beta))}, None, f"{beta:g}")
+        for beta in SHARES
+        for d in DEFENSES
+    ]
+
+
+def shifted(given: Options, beta: float) -> Path:
+    """Return the file of public images of which a share is of the private classes."""
+    return Path(given.out) / f"public-{beta:g}.parquet"
+
+
+def before(group: str, given: Options) -> None:
+    """Write the files of `shift`."""
+    if group != "shift":
+        return
+    files = {split: local_files("cifar10", split) for split in ("train", "test")}
+    if not all(files.values()):
+        wanted = " and ".join(file for split in files for file in NAMED["cifar10"].files[split])
+        raise BadInputError(f"shift is made of a local copy; set GRADAUDIT_DATA to a folder that holds {wanted}")
+    take_classes(files["test"][0], given.out / "private.parquet", {True: given.images, False: 100})
+    for beta in SHARES:
         near = round(beta * SHIFTED)
-        place = asked.out / f"public-{beta:g}.parquet"
-        public = _of_classes(asked.data / "train.parquet", place, {True: near, False: SHIFTED - near})
-        data = Data(private, public, asked.images, SHIFTED, seed=None)
-        found = [cell(data, "lti-plain", defense, asked.out)[0] for defense in DEFENSES]
-        rows.append([f"{beta:g}", *map(_mse, found), f"{found[0].baseline['mse'].mean:.4f}"])
-        print(rows[-1], flush=True)
-        head = f"LTI (kernel, not mirrored) by the share of {SHIFTED} public images that are of the private classes"
-        _write(asked, "shift.md", head, ["beta", *DEFENSES, "blind MSE"], rows)
+        take_classes(files["train"][0], shifted(given, beta), {True: near, False: SHIFTED - near})
 
 
-def speed(asked: argparse.Namespace) -> None:
+def take_classes(source: Path, place: Path, counts: dict[bool, int]) -> None:
+    """Write the first images of the private classes (True), then those of the others, into a file of their own."""
+    table = parquet.read_table(source)
+    private = [y < 5 for y in table.column("label").to_pylist()]
+    rows = {kind: [n for n, one in enumerate(private) if one == kind][:most] for kind, most in counts.items()}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table.take(rows[True] + rows[False]), place)
+
+
+def speed(given: Options) -> None:
     """Simulate the same updates one by one and many at a time; seconds are the best of three turns."""
     rows = []
     for name in DEFENSES:
-        data = Data(asked.data / "test.parquet", asked.data / "train.parquet", 1, 512, None)
-        ready = prepare(case_of(data, "lti-kernel", name), Path.cwd(), torch.device("cpu"))
-        assert isinstance(ready, Prepared)
+        case = parse_case(setting("lti-kernel", name, 1, 512, seed=None).case())
+        ready = prepare(case, Path.cwd(), torch.device("cpu"))
+        assert isinstance(ready, PreparedImages)
         assert ready.public is not None
         images, labels = ready.public.images[:, None], ready.public.labels[:, None]
         simulation = simulation_of(ready.client, ready.selection)
@@ -187,59 +175,78 @@ def speed(asked: argparse.Namespace) -> None:
                 best = min(best, (time.perf_counter() - began) / len(images))
             rates.append(1 / best)
         rows.append([name, f"{rates[0]:.0f}", f"{rates[1]:.0f}", f"{rates[1] / rates[0]:.1f}"])
-        about = f"512 updates of LeNet, B = 1, {torch.get_num_threads()} thread(s); the best of three turns."
-        _write(asked, "speed.md", "updates a second", ["defense", "one by one", "together", "times"], rows, about)
+    head = f"{made()} 512 updates of LeNet, B = 1; the best of three turns."
+    write_table(given.write / "speed.md", head, markdown(["defense", "one by one", "together", "times"], rows))
 
 
-def _of_classes(source: Path, place: Path, counts: dict[bool, int]) -> Path:
-    """Write the first images of the private classes (True), then those of the others, into a file of their own."""
-    table = parquet.read_table(source)
-    private = [y < 5 for y in table.column("label").to_pylist()]
-    rows = {kind: [n for n, one in enumerate(private) if one == kind][:most] for kind, most in counts.items()}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table.take(rows[True] + rows[False]), place)
-    return place
+def mse(found: Summary) -> str:
+    """Return the mean squared error with its interval."""
+    one = found.scores["mse"]
+    return f"{one.mean:.4f}" + ("" if one.low is None else f" ({one.low:.4f}-{one.high:.4f})")
 
 
-def main() -> None:
-    """Run the groups that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = {one.__name__: one for one in (defenses, sizes, shift, speed)}
-    parser.add_argument("groups", nargs="+", choices=groups)
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
+def table(done: Sequence[Done]) -> list[list[str]]:
+    """Return a row a cell, or of the groups with all defenses in a row, that row."""
+    together: dict[str, list[str]] = {}
+    for one in done:
+        if not one.records:
+            continue
+        facts, found = one.cell.facts, summarize(one.records)[0]
+        blind = f"{found.baseline['mse'].mean:.4f}"
+        if facts["row"]:
+            row = together.setdefault(facts["row"], [facts["row"], *[""] * len(DEFENSES), blind])
+            row[1 + list(DEFENSES).index(facts["defense"])] = mse(found)
+            continue
+        attack, defense = facts["attack"], facts["defense"]
+        published = PUBLISHED.get(attack)
+        together[one.cell.title] = [
+            attack, defense, str(found.n), str(found.failed), mse(found),
+            *(f"{found.scores[n].mean or 0:.2f}" for n in ("psnr", "ssim")), blind, f"{found.seconds:.2f}",
+            "" if one.learning is None else f"{one.learning:.0f}",
+            "" if published is None else f"{published[list(DEFENSES).index(defense)]:.3f}",
+        ]  # fmt: skip
+    return list(together.values())
+
+
+ABOUT = {
+    "defenses": "CIFAR-10, LeNet, B = 1.",
+    "sizes": "LTI (kernel, not mirrored) by public images.",
+    "shift": f"LTI (kernel, not mirrored) by the share of {SHIFTED} public images that are of the private classes.",
+}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add what this program takes."""
     parser.add_argument("--images", type=int, default=10, help="private images a cell")
     parser.add_argument("--public", type=int, default=5000, help="public images of the defenses' table")
-    parser.add_argument(
-        "--only",
-        default=",".join(a for a in ATTACKS if a != "lti-plain"),
-        help="attacks of that table, joined by commas",
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/vision"))
-    parser.add_argument("--write", type=Path, default=Path("benchmarks/results/vision"))
-    asked = parser.parse_args()
-    ready_process()
-    for group in asked.groups:
-        groups[group](asked)
+    every = ",".join(a for a in ATTACKS if a != "lti-plain")
+    parser.add_argument("--only", default=every, help="attacks of that table, joined by commas")
 
 
-def _mse(found: Summary) -> str:
-    mse = found.scores["mse"]
-    interval = "" if mse.low is None else f" ({mse.low:.4f}-{mse.high:.4f})"
-    return f"{mse.mean:.4f}{interval}"
-
-
-def _write(
-    asked: argparse.Namespace, name: str, title: str, heads: list[str], rows: list[list[str]], about: str = ""
-) -> None:
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
-    about = about or (
-        f"{asked.images} private images a cell. The attacker is given the batch size, the defenses and public images "
-        "(`blind` is their mean), not the labels. MSE of pixels in 0 to 1, lower is more leakage; in brackets the 95% "
-        "interval over images. Published: LTI, arXiv 2210.10880, 50,000 auxiliary images."
-    )
-    head = f"# Images under defenses: {title}\n\n`{command()}` at {commit()}. {about}"
-    write_table(asked.write / name, head, "\n".join(lines))
-
+PROGRAM = Program(
+    about=__doc__,
+    groups={"defenses": defenses, "sizes": sizes, "shift": shift},
+    columns={
+        "defenses": (
+            "attack", "defense", "images", "failed", "MSE", "PSNR", "SSIM", "blind MSE", "seconds an image",
+            "fitting s", "published MSE",
+        ),
+        "sizes": ("public images", *DEFENSES, "blind MSE"),
+        "shift": ("beta", *DEFENSES, "blind MSE"),
+    },
+    table=table,
+    words=lambda group, given: (
+        f"{ABOUT[group]} {given.images} private images a cell. The attacker is given the batch size, the defenses and "
+        "public images (`blind` is their mean), not the labels. MSE of pixels in 0 to 1, lower is more leakage; in "
+        "brackets the 95% interval over images. Published: LTI, arXiv 2210.10880, 50,000 auxiliary images."
+    ),
+    results=Path("benchmarks/results/vision"),
+    records=Path("out/benchmarks/vision"),
+    options=options,
+    before=before,
+    files={"defenses": "cifar10"},
+    measured={"speed": speed},
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(PROGRAM))

@@ -9,11 +9,10 @@ that the method was developed on, for comparison with others' numbers on it.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from exact_decoding import OFF, Cell, compressed
-from tables import command, commit
+from exact_decoding import compressed
+from grid import OFF, Cell, made, options
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import pick_device, prepare, private_batch
@@ -28,7 +27,7 @@ SIZES = {1: 8, 4: 3, 16: 1}
 
 def main() -> None:
     """Take words at each level, compare with the batch, write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--data", default="sst2", choices=("cola", "sst2"))
     parser.add_argument("--seed", default=303, type=int)
     chosen = parser.parse_args()
@@ -66,7 +65,7 @@ def main() -> None:
         + " | recall at k, 2k |"
     )
     text = (
-        f"Made by `{command()}` (commit {commit()}). MiniLM, {chosen.data}, "
+        f"{made()} MiniLM, {chosen.data}, "
         f"draw {chosen.seed}, dropout off. "
         "Share of the batch's distinct words that were found, and share of the words taken that are not the batch's, "
         "at three false-discovery rates; `decode` takes 0.01. Then the batch's words among as many, and twice as many, "

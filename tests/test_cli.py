@@ -203,7 +203,7 @@ def test_attack_fields_can_be_set(gradaudit, update: Path):
     assert json.loads(out)["details"]["gradient_evaluations"] == 3
 
 
-@pytest.mark.parametrize("kind", ["attacks", "models", "metrics", "defenses"])
+@pytest.mark.parametrize("kind", ["attacks", "models", "metrics", "defenses", "data"])
 def test_list(gradaudit, kind: str):
     code, out, _ = gradaudit("list", kind, "--json")
     items = json.loads(out)

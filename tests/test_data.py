@@ -37,7 +37,7 @@ def test_a_spec_survives_its_own_json(spec):
         ({"config": "small"}, "config is for hub data sets only"),
         ({"path": "a.csv", "split": "test"}, "split is for hub data sets only"),
         ({"batchsize": 2}, "batchsize"),
-        ({"source": "cola"}, "'sample'"),
+        ({"source": "colla"}, "'sample'"),
         ({"batch_size": 0}, "batch_size"),
         ({"batches": 0}, "batches"),
         ({"skip": -1}, "skip"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradaudit.attacks.base import Attack
 from gradaudit.channels import traits_of
+from gradaudit.data.named import NAMED
 from gradaudit.errors import unknown_name
 from gradaudit.metrics.images import IMAGE_METRICS
 from gradaudit.metrics.text import METRICS
@@ -22,7 +23,7 @@ task = "classification"           # or "causal-lm"
 seed = 0
 
 [data]
-path = "messages.csv"             # csv, tsv, jsonl, parquet, txt; or hub = "..."; or source = "sample"
+path = "messages.csv"             # csv, tsv, jsonl, parquet, txt; or hub = "..."; or source = "sample", "cola", ...
 text = "text"                     # column name, or 0-based number
 label = "label"
 batch_size = 4
@@ -42,7 +43,7 @@ name = "dager"                    # 'gradaudit list attacks'
 
 
 def listing(kind: str) -> list[dict[str, str]]:
-    """Return name and one line about each of "attacks", "models", "metrics" or "defenses".
+    """Return name and one line about each of "attacks", "models", "metrics", "defenses" or "data".
 
     Raises:
         BadInputError: another kind.
@@ -61,11 +62,13 @@ def listing(kind: str) -> list[dict[str, str]]:
         ]
         images = [{"name": name, "about": f"{item.about}; of images"} for name, item in IMAGE_MODELS.items()]
         return embedded + shapes + other + images
-    raise unknown_name("kind", kind, ["attacks", "models", "metrics", "defenses"])
+    if kind == "data":
+        return [{"name": name, "about": f"{item.about}; license: {item.license}"} for name, item in NAMED.items()]
+    raise unknown_name("kind", kind, ["attacks", "models", "metrics", "defenses", "data"])
 
 
 def details(kind: str, name: str) -> dict[str, Any]:
-    """Return everything about one attack, defense, model or metric: fields, defaults, sources, what it needs.
+    """Return everything about one attack, defense, model, metric or data set: fields, defaults, sources, what it needs.
 
     Raises:
         BadInputError: an unknown kind or name.
@@ -76,12 +79,12 @@ def details(kind: str, name: str) -> dict[str, Any]:
         if name not in found:
             raise unknown_name(kind, name, found)
         return _described(kind, found[name])
-    if kind in ("model", "metric"):
-        items = {item["name"]: item for item in listing(kind + "s")}
+    if kind in ("model", "metric", "data"):
+        items = {item["name"]: item for item in listing(kind if kind == "data" else kind + "s")}
         if name not in items:
             raise unknown_name(kind, name, items)
         return {"kind": kind, **items[name]}
-    raise unknown_name("kind", kind, ["attack", "model", "metric", "defense", "case"])
+    raise unknown_name("kind", kind, ["attack", "model", "metric", "defense", "data", "case"])
 
 
 def _reckoned_with(cls: type[Any]) -> list[str]:

@@ -287,7 +287,7 @@ def report(
 
 @app.command("list")
 def list_(
-    kind: Annotated[str, typer.Argument(metavar="attacks|models|metrics|defenses")],
+    kind: Annotated[str, typer.Argument(metavar="attacks|models|metrics|defenses|data")],
     as_json: Json = False,
 ) -> None:
     """List what there is to choose from."""
@@ -304,7 +304,7 @@ def list_(
 
 @app.command()
 def show(
-    kind: Annotated[str, typer.Argument(metavar="attack|defense|model|metric|case")],
+    kind: Annotated[str, typer.Argument(metavar="attack|defense|model|metric|data|case")],
     name: Annotated[str, typer.Argument(metavar="NAME")],
     as_json: Json = False,
 ) -> None:

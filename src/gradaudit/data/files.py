@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradaudit.data.columns import pick
+from gradaudit.data.named import NAMED, SetName, not_here
 from gradaudit.data.spec import SourceSpec
 from gradaudit.data.tables import Table, row_place
 from gradaudit.errors import BadInputError
@@ -79,3 +80,17 @@ def hub_table(
         feature = loaded.features[names[pick(table, "label", label)]]
         declared = tuple(getattr(feature, "names", None) or ())
     return table, declared
+
+
+def named_hub_table(name: SetName, spec: SourceSpec) -> tuple[Table, tuple[str, ...]]:
+    """Return the hub's table of a named set, and the class names it declares.
+
+    Raises:
+        BadInputError: it cannot be had; says both ways to get it.
+    """
+    known = NAMED[name]
+    there = SourceSpec(hub=known.hub, config=known.config, split=spec.split)
+    try:
+        return hub_table(known.hub, there, known.hub_label, known.hub_image if known.images else None)
+    except BadInputError as error:
+        raise not_here(name, spec.split) from error

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gradaudit.data.columns import labels_of, pick
 from gradaudit.data.draw import shuffled
-from gradaudit.data.files import hub_table
+from gradaudit.data.files import hub_table, named_hub_table
+from gradaudit.data.named import NAMED, SetName, local_files, local_table
 from gradaudit.data.rows import BINDERS, MARKS, READERS
 from gradaudit.data.spec import PublicSpec, SourceSpec
 from gradaudit.data.tables import Table, parquet
@@ -82,6 +83,8 @@ def load_images(spec: SourceSpec, base: Path) -> ImageRows:
     if spec.hub is not None:
         table, declared = hub_table(spec.hub, spec, label, spec.image)
         return _of_table(table, spec.image, label, declared)
+    if spec.set_name is not None:
+        return _named(spec.set_name, spec)
     if spec.source == "words":
         raise BadInputError('words are no images: give [public] a path or a hub id, or source = "digits"')
     if spec.path is None:
@@ -163,6 +166,18 @@ def _digits() -> ImageRows:
     pixels = torch.from_numpy(np.rint(found.images * (255 / 16)).astype(np.uint8))[:, None]
     labels = [int(y) for y in found.target]
     return _made(pixels, labels, [str(y) for y in range(10)], "the digits of scikit-learn, 8 x 8")
+
+
+def _named(name: SetName, spec: SourceSpec) -> ImageRows:
+    """Return the images of a named set, from a local copy or else from the hub."""
+    known = NAMED[name]
+    if not known.images or known.label is None or known.hub_label is None:
+        raise BadInputError(f"data set '{name}' has texts, not images; set source to one of images, or task to another")
+    files = local_files(name, spec.split)
+    if files:
+        return _of_table(local_table(name, spec.split, files)[0], "image", known.label, ())
+    table, declared = named_hub_table(name, spec)
+    return _of_table(table, known.hub_image, known.hub_label, declared)
 
 
 def _find(path: str, base: Path) -> Path:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gradaudit.data.named import NAMED, SetName
+
 # strict, so that True is not taken for column 1
 ColumnNumber = Annotated[int, Field(strict=True, ge=0)]
 
@@ -16,9 +18,10 @@ class SourceSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: Literal["sample", "digits", "words"] | None = Field(
+    source: Literal["sample", "digits", "words", SetName] | None = Field(
         default=None,
-        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub; "words", in '
+        description='"sample" for the embedded sentences, "digits" for images: taken without path and hub; "cola", '
+        '"sst2", "rotten-tomatoes", "wikitext-2", "cifar10": data sets by name; "words", in '
         "[public] only, for words drawn by their frequency (gradaudit[words])",
     )
     path: str | None = Field(
@@ -31,7 +34,7 @@ class SourceSpec(BaseModel):
         default=None, min_length=1, description="id of a data set on the Hugging Face hub (gradaudit[data])"
     )
     config: str | None = Field(default=None, description="configuration of the hub data set")
-    split: str = Field(default="train", min_length=1, description="split of the hub data set")
+    split: str = Field(default="train", min_length=1, description="split of the hub data set, or of the named one")
     header: bool = Field(default=True, description="whether the first line of a csv or tsv names the columns")
     text: str | ColumnNumber = Field(
         default="text", description="column of the text: a name, or a number counted from 0"
@@ -61,10 +64,27 @@ class SourceSpec(BaseModel):
         given = [name for name in ("source", "path", "hub") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both given; keep one of source, path and hub")
+        if self.set_name is not None:
+            self._fits_named(self.set_name)
+            return self
         for name, asked in (("config", self.config is not None), ("split", self.split != "train")):
             if asked and self.hub is None:
                 raise ValueError(f"{name} is for hub data sets only; remove it or name the data set with hub")
         return self
+
+    @property
+    def set_name(self) -> SetName | None:
+        """The named data set that this is; None for any other source."""
+        return next((name for name in NAMED if name == self.source), None)
+
+    def _fits_named(self, name: SetName) -> None:
+        """Refuse columns beside the name of a set, which has its own, and a split that it does not have."""
+        for key in ("config", "header", "text", "image", "label"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"data set '{name}' has its own columns; remove {key}")
+        splits = NAMED[name].files
+        if self.split not in splits:
+            raise ValueError(f"data set '{name}' has no split '{self.split}'; set split to {' or '.join(splits)}")
 
 
 class DataSpec(SourceSpec):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.data.columns import labels_of, pick, texts_of
-from gradaudit.data.files import _read, found_file, hub_table
+from gradaudit.data.files import _read, found_file, hub_table, named_hub_table
 from gradaudit.data.frequencies import drawn_texts
+from gradaudit.data.named import NAMED, SetName, local_files, local_table
 from gradaudit.data.rows import BINDERS, MARKS, READERS
 from gradaudit.data.spec import PublicSpec, SourceSpec
 from gradaudit.data.tables import Table, decoded, jsonl, parquet, separated
@@ -74,6 +75,8 @@ def load_rows(spec: SourceSpec, base: Path) -> TextRows:
     if spec.hub is not None:
         table, declared = hub_table(spec.hub, spec, spec.label)
         return _rows(table, spec.text, spec.label, declared, None)
+    if spec.set_name is not None:
+        return _named_rows(spec.set_name, spec)
     if spec.source == "digits":
         raise BadInputError('source = "digits" has images: set task = "image-classification", or leave source away')
     if spec.source == "words":
@@ -94,7 +97,13 @@ def load_rows(spec: SourceSpec, base: Path) -> TextRows:
         )
     data = _read(file, spec.path)
     if ending in (".txt", ".tokens"):
-        return _text_lines(data, spec)
+        for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
+            if asked:
+                raise BadInputError(
+                    f"{spec.path} is a txt file, one text a line without columns; "
+                    f"remove {name}, or give a csv, tsv, jsonl or parquet file"
+                )
+        return _text_lines(data, spec.path)
     if ending == ".parquet":
         table = parquet(data, spec.path)
     elif ending == ".jsonl":
@@ -177,14 +186,22 @@ def numbered(rows: TextRows, head: Sequence[str] | None) -> TextRows:
     return rows
 
 
-def _text_lines(data: bytes, spec: SourceSpec) -> TextRows:
-    where = str(spec.path)
-    for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
-        if asked:
-            raise BadInputError(
-                f"{where} is a txt file, one text a line without columns; "
-                f"remove {name}, or give a csv, tsv, jsonl or parquet file"
-            )
+def _named_rows(name: SetName, spec: SourceSpec) -> TextRows:
+    """Return the texts of a named set, from a local copy or else from the hub."""
+    known = NAMED[name]
+    if known.images:
+        raise BadInputError(f"data set '{name}' has images: set task = \"image-classification\", or name one of texts")
+    files = local_files(name, spec.split)
+    if not files:
+        table, declared = named_hub_table(name, spec)
+        return _rows(table, known.hub_text, known.hub_label, declared, None)
+    if files[0].suffix == ".tokens":
+        return _text_lines(files[0].read_bytes(), f"{name} ({spec.split})")
+    table, data = local_table(name, spec.split, files)
+    return _rows(table, known.text, known.label, (), data)
+
+
+def _text_lines(data: bytes, where: str) -> TextRows:
     # not splitlines, which also breaks a text at form feeds and Unicode separators
     texts = tuple(line.removesuffix("\n") for line in io.StringIO(decoded(data, where), newline=None))
     if not texts:
