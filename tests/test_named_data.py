@@ -120,7 +120,7 @@ def test_the_hub_is_last_and_without_it_one_sentence_says_both_ways(monkeypatch:
         asked.append((hub, spec.config, spec.split, *columns))
         raise BadInputError("no network")
 
-    monkeypatch.setattr("gradaudit.data.source.hub_table", hub_table)
+    monkeypatch.setattr("gradaudit.data.files.hub_table", hub_table)
     said = refusal(DataSpec(source="cola", split="validation"), Path())
     assert asked == [("nyu-mll/glue", "cola", "validation", "label", None)]
     assert "set GRADAUDIT_DATA to a folder that holds cola/in_domain_dev.tsv, or install gradaudit[data]" in said
