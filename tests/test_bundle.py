@@ -14,6 +14,7 @@ import tiny_models
 from gradaudit.bundles import bundle
 from gradaudit.bundles.examine import examine
 from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
@@ -30,7 +31,7 @@ def made(load, tmp_path: Path):
     own = folder / "model"
     model.module.save_pretrained(own)
     model.tokenizer.save_pretrained(own)
-    bundle.save_bundle(folder, model, update, client.knowledge(batch, update, Given()), inside=True)
+    bundle.save_bundle(folder, model, update, knowledge_of(batch, update, Given()), inside=True)
     return folder, update, batch
 
 

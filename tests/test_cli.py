@@ -16,6 +16,7 @@ from gradaudit.audit import run as audit
 from gradaudit.audit.batch import audit_batch
 from gradaudit.bundles import bundle
 from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of
 from gradaudit.errors import BadInputError
 from gradaudit.streams import stream
 from gradaudit.types import Given
@@ -84,7 +85,7 @@ def update(load, tmp_path: Path) -> Path:
     folder = tmp_path / "update"
     model.module.save_pretrained(folder / "model")
     model.tokenizer.save_pretrained(folder / "model")
-    return bundle.save_bundle(folder, model, sent, client.knowledge(batch, sent, Given()), inside=True)
+    return bundle.save_bundle(folder, model, sent, knowledge_of(batch, sent, Given()), inside=True)
 
 
 def test_run_prints_a_json_object_a_batch_and_nothing_else(gradaudit, case: Path, tmp_path: Path):

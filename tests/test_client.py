@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.registry import build
@@ -239,12 +240,12 @@ def test_knowledge_is_what_is_given_and_nothing_else(load):
     names = ("batch_size", "lengths", "labels", "training", "dropout", "defenses", "longest")
     nothing = dict.fromkeys(names, False)
     values = (2, (6, 8), (0, 1), LocalTraining(), 0.1, (), 8)
-    assert client.knowledge(batch, update, Given(**nothing)).given() == {}
+    assert knowledge_of(batch, update, Given(**nothing)).given() == {}
     for name, value in zip(names, values, strict=True):
-        known = client.knowledge(batch, update, Given(**nothing | {name: True}))
+        known = knowledge_of(batch, update, Given(**nothing | {name: True}))
         assert getattr(known, name) == value
         assert set(known.given()) == {name}
-    assert set(client.knowledge(batch, update, Given()).given()) == {"batch_size", "training", "dropout", "defenses"}
+    assert set(knowledge_of(batch, update, Given()).given()) == {"batch_size", "training", "dropout", "defenses"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -264,7 +265,7 @@ def test_a_set_dropout_rate_is_recorded_told_and_put_back(load):
     client = Client(model, dropout=True, dropout_rate=0.37)
     made = update_of(client, batch)
     assert made.dropout == 0.37
-    assert client.knowledge(batch, made, Given()).dropout == 0.37
+    assert knowledge_of(batch, made, Given()).dropout == 0.37
     assert update_of(Client(model), batch).dropout == 0.0
     assert [m.p for m in model.module.modules() if isinstance(m, torch.nn.Dropout)] == rates
     again = update_of(Client(model, dropout=True), batch)

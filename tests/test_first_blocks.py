@@ -13,6 +13,7 @@ import tiny_models
 from gradaudit.bundles import bundle
 from gradaudit.bundles.examine import examine
 from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model, whole_shapes
@@ -30,7 +31,7 @@ def made(load, tmp_path: Path):
     folder = tmp_path / "update"
     model.module.save_pretrained(folder / "model")
     model.tokenizer.save_pretrained(folder / "model")
-    bundle.save_bundle(folder, model, update, client.knowledge(batch, update, Given()), inside=True)
+    bundle.save_bundle(folder, model, update, knowledge_of(batch, update, Given()), inside=True)
     return folder, batch
 
 

@@ -17,7 +17,8 @@ from gradaudit.attacks.base import Attack
 from gradaudit.audit import run as audit
 from gradaudit.audit.prepare import Prepared, prepare
 from gradaudit.case import parse_case
-from gradaudit.client.client import Client, observation
+from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.data.images import load_images, public_images
 from gradaudit.data.spec import DataSpec
 from gradaudit.errors import MissingKnowledgeError
@@ -82,7 +83,7 @@ def seen_of(
     client: Client, batch: ImageBatch, public: PublicImages | None, given: Given | None = None, selection: str = "all"
 ) -> Observation[Model]:
     update = client.update(batch, stream(0, "client"))
-    known_facts = client.knowledge(batch, update, given or Given())
+    known_facts = knowledge_of(batch, update, given or Given())
     return observation(client.model, update, Selection(selection), known_facts, public)
 
 

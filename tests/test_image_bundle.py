@@ -16,7 +16,8 @@ import gradaudit
 from gradaudit.bundles.bundle import MANIFEST, TENSORS, load_bundle, save_bundle
 from gradaudit.bundles.examine import examine
 from gradaudit.bundles.model import MODEL, WEIGHTS
-from gradaudit.client.client import Client, observation
+from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.images import ImageModel, LeNet, ResNet, load_image_model
 from gradaudit.models.spec import ModelSpec
@@ -41,7 +42,7 @@ def made(tmp_path: Path) -> Path:
     """A bundle that names its model."""
     client = Client(model_of())
     update = client.update(BATCH, stream(0, "client"))
-    return save_bundle(tmp_path / "update", client.model, update, client.knowledge(BATCH, update, Given()))
+    return save_bundle(tmp_path / "update", client.model, update, knowledge_of(BATCH, update, Given()))
 
 
 def read(picture: str) -> torch.Tensor:
@@ -119,7 +120,7 @@ def test_it_is_attacked_as_in_a_case(made: Path):
     assert (found.attack, found.count, found.texts) == ("ig", 2, ())
     client = Client(model_of())
     update = client.update(BATCH, stream(0, "client"))
-    seen = observation(client.model, update, Selection("all"), client.knowledge(BATCH, update, Given()))
+    seen = observation(client.model, update, Selection("all"), knowledge_of(BATCH, update, Given()))
     direct = build("attack", "ig", {"steps": 4, "restarts": 1})(seen, stream(3, "attack", 0))
     assert direct.images is not None
     for picture, image in zip(found.images or (), direct.images, strict=True):
@@ -148,7 +149,7 @@ def test_a_large_layer_may_be_frozen(tmp_path: Path):
     model = load_image_model(ModelSpec("lenet", "image-classification", 1000, 0, image=(1, 64, 64)))
     client, batch = Client(model, freeze=("head",)), ImageBatch(torch.rand(1, 1, 64, 64), torch.tensor([7]))
     update = client.update(batch, stream(0, "client"))
-    save_bundle(tmp_path, model, update, client.knowledge(batch, update, Given()))
+    save_bundle(tmp_path, model, update, knowledge_of(batch, update, Given()))
     assert set(load_bundle(tmp_path).tensors) == set(update.tensors)
 
 

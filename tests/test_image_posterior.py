@@ -13,7 +13,8 @@ from torch.distributions import MultivariateNormal
 
 from gradaudit.attacks.lti_images import LtiImages
 from gradaudit.audit.fitting import fit
-from gradaudit.client.client import Client, observation
+from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.data.images import load_images, public_images
 from gradaudit.data.spec import DataSpec
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -61,7 +62,7 @@ def client_of(model, name: str) -> Client:
 
 def seen_of(client: Client, batch: ImageBatch, **given: bool) -> Observation[Any]:
     update = client.update(batch, stream(0, "client"))
-    knows = client.knowledge(batch, update, Given(**{"defenses": True, **given}))
+    knows = knowledge_of(batch, update, Given(**{"defenses": True, **given}))
     return observation(client.model, update, Selection("all"), knows, None)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradaudit.client.client import Client, observation
+from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.data.images import load_images, public_images
 from gradaudit.data.spec import DataSpec
 from gradaudit.judge.images import judge_images
@@ -36,7 +37,7 @@ def scene(
     made = load_image_model(ModelSpec(name, "image-classification", 10, 0, image=SHAPE))
     client = Client(ImageModel(made.module.to(dtype), made.spec, made.width, made.depth), how, freeze=freeze)
     update = client.update(batch, stream(0, "client"))
-    return observation(client.model, update, Selection(seen), client.knowledge(batch, update, Given(labels=True)))
+    return observation(client.model, update, Selection(seen), knowledge_of(batch, update, Given(labels=True)))
 
 
 @pytest.mark.parametrize("selection", ["all", "head"])

@@ -18,7 +18,8 @@ from gradaudit.audit.fitting import fit
 from gradaudit.bundles.bundle import save_bundle
 from gradaudit.bundles.examine import examine
 from gradaudit.cli import app
-from gradaudit.client.client import Client, observation
+from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.client.simulate_images import ImageSimulation
 from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.png import png
@@ -62,7 +63,7 @@ def model() -> ImageModel:
 
 def seen_of(client: Client, batch: ImageBatch, given: Given | None = None) -> Observation[Any]:
     update = client.update(batch, stream(0, "client"))
-    return observation(client.model, update, ALL, client.knowledge(batch, update, given or Given()), None)
+    return observation(client.model, update, ALL, knowledge_of(batch, update, given or Given()), None)
 
 
 def fitted(attack: LtiImages, client: Client, public: PublicImages, folder: Path, size: int = 1) -> LtiImages:
@@ -209,7 +210,7 @@ def test_a_saved_inverter_reads_a_bundle_as_the_update_it_was_made_of(digits, pu
     other = Client(load_image_model(ModelSpec("lenet", "image-classification", 10, 1, image=(1, 8, 8))))
     for sender, folder in ((client, tmp_path / "own"), (other, tmp_path / "other")):
         update = sender.update(batch, stream(0, "client"))
-        save_bundle(folder, sender.model, update, sender.knowledge(batch, update, Given()))
+        save_bundle(folder, sender.model, update, knowledge_of(batch, update, Given()))
     found = examine(tmp_path / "own", "lti-images", how, "all", None, 0, torch.device("cpu"))
     assert direct is not None
     assert found.images == (png(direct[0]),)

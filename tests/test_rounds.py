@@ -16,6 +16,7 @@ from gradaudit.bundles.examine import Examination, examine
 from gradaudit.bundles.rounds import examine_rounds, joined
 from gradaudit.cli import app
 from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of
 from gradaudit.errors import BadInputError
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -31,7 +32,7 @@ def sent(model, folder: Path, texts: list[str]) -> Path:
     model.module.save_pretrained(folder / "model")
     model.tokenizer.save_pretrained(folder / "model")
     update = client.update(batch, stream(0, "client"))
-    bundle.save_bundle(folder, model, update, client.knowledge(batch, update, Given()), inside=True)
+    bundle.save_bundle(folder, model, update, knowledge_of(batch, update, Given()), inside=True)
     return folder
 
 

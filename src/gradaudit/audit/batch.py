@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from gradaudit.audit.prepare import Prepared, private_batch
 from gradaudit.audit.run_attack import attempt
-from gradaudit.client.client import Client, observation
+from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.judge.diagnosis import diagnose
 from gradaudit.judge.flags import flags, notes_of
 from gradaudit.record import Record, finite
@@ -22,7 +23,7 @@ from gradaudit.types import Observation, Private, Update
 def sent(ready: Prepared, batch: Private, index: int) -> tuple[Update, Observation[Any]]:
     """Return the update of one batch and what the attacker sees of it."""
     update = ready.client.update(batch, stream(ready.case.seed, "client", index))
-    knowledge = ready.client.knowledge(batch, update, ready.case.knowledge.given())
+    knowledge = knowledge_of(batch, update, ready.case.knowledge.given())
     return update, observation(ready.model, update, ready.selection, knowledge, ready.in_sight)
 
 

@@ -12,16 +12,20 @@ from torch import Tensor
 
 import gradaudit.client.images
 import gradaudit.client.text  # noqa: F401 - each registers how it is trained on
+from gradaudit.client.checks import check_client
+from gradaudit.client.dropout import DropoutOn
 from gradaudit.client.example_gradients import Mode
 from gradaudit.client.examples import Apart, Examples, examples_of
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
 from gradaudit.defenses.feedback import ErrorFeedback
-from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.errors import BadInputError
 from gradaudit.models.base import Model, TextModel
+from gradaudit.models.local_steps import Parameters, by_optimizer, local_steps, optimizer_of
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
-from gradaudit.streams import draw_seed, global_stream, stream
-from gradaudit.types import Batch, Given, Knowledge, LocalTraining, Observation, Private, PublicImages, Update
+from gradaudit.streams import draw_seed, stream
+from gradaudit.types import Batch, Given, LocalTraining, Observation, Private, Update
 
 M = TypeVar("M", bound=Model)
 
@@ -74,40 +78,7 @@ class Client:
     held: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        text = self.model if isinstance(self.model, TextModel) else None
-        if self.padding == "left" and (text is None or not text.causal):
-            raise BadInputError('padding = "left" is for decoders: an encoder\'s head reads the first position')
-        wordy = [d.name for d in self.defenses if isinstance(d, BatchDefense | RoleDefense)]
-        if text is None and wordy:
-            raise NotSupportedError(
-                f"defense '{wordy[0]}' acts on words or on attention, which a model of images does not have; take one "
-                "that acts on updates or on examples' gradients"
-            )
-        if self.clients < 1:
-            raise BadInputError(f"clients must be at least 1, got {self.clients}")
-        guarded = any(isinstance(d, ExampleDefense) for d in self.defenses)
-        if guarded and self.padding == "left" and text is not None and text.absolute_positions:
-            raise BadInputError(
-                'padding = "left" moves all positions with the longest sentence, so clipping each sentence\'s gradient '
-                "bounds nobody's part; pad on the right"
-            )
-        late = [d.name for d in self._after_batch()[1:] if isinstance(d, ExampleDefense)]
-        if late:
-            raise BadInputError(f"defense '{late[0]}' acts before there is an update: name it once, and first")
-        acting = tuple(d for d in self.defenses if not isinstance(d, ModelDefense))
-        if self._after_batch() != acting[len(acting) - len(self._after_batch()) :]:
-            raise BadInputError("a defense that changes the text acts before all others: name it first")
-        feedback = [place for place, d in enumerate(self.defenses) if isinstance(d, ErrorFeedback)]
-        behind = self.defenses[feedback[-1] + 1 :] if feedback else ()
-        kinds = {type(d) for d in behind if not isinstance(d, ModelDefense)}
-        if feedback and (len(feedback) > 1 or not kinds or not all(issubclass(k, UpdateDefense) for k in kinds)):
-            raise BadInputError(
-                "defense 'error-feedback' is named once, right before the compression, such as topk, whose remainders "
-                "it adds"
-            )
-
-    def _after_batch(self) -> tuple[Defense, ...]:
-        return tuple(d for d in self.defenses if not isinstance(d, BatchDefense | ModelDefense))
+        check_client(self.model, self.defenses, self.padding, self.clients)
 
     def frozen(self) -> tuple[str, ...]:
         """Return the names of the parameters that `freeze` and the defenses freeze.
@@ -272,21 +243,7 @@ class Client:
             rng: the client's random stream.
         """
         update = self.update(batch, rng)
-        return observation(self.model, update, selection, self.knowledge(batch, update, given))
-
-    def knowledge(self, batch: Private, update: Update, given: Given) -> Knowledge:
-        """Return the values of the facts that are given away; images have no lengths."""
-        lengths = batch.sizes
-        labels = None if batch.labels is None else tuple(int(y) for y in batch.labels)
-        return Knowledge(
-            batch_size=len(batch) if given.batch_size else None,
-            lengths=lengths if given.lengths else None,
-            longest=max(lengths) if given.longest and lengths is not None else None,
-            labels=labels if given.labels else None,
-            training=update.training if given.training else None,
-            dropout=update.dropout if given.dropout else None,
-            defenses=update.defenses if given.defenses else None,
-        )
+        return observation(self.model, update, selection, knowledge_of(batch, update, given))
 
     def _gradient(
         self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
@@ -306,33 +263,26 @@ class Client:
     def _weight_change(
         self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
-        guard = self._guard()
+        guard, how = self._guard(), self.training
         apart = None if guard is None else examples.apart(trained)
         local = (
             {n: p.detach().clone().requires_grad_() for n, p in trained.items()} if apart is None else apart.parameters
         )
         fixed = {n: p.detach() for n, p in self.model.parameters().items() if n not in local}
-        how = self.training
-        optimizer: torch.optim.Optimizer
-        if how.optimizer == "sgd":
-            optimizer = torch.optim.SGD(local.values(), lr=how.learning_rate)
-        else:
-            optimizer = torch.optim.AdamW(local.values(), lr=how.learning_rate, weight_decay=how.weight_decay)
-        for step, rows in enumerate(self._minibatches(size, seed)):
-            grads: Mapping[str, Tensor | None]
+
+        def gradient(params: Parameters, rows: Tensor, step: int) -> Mapping[str, Tensor | None]:
             if guard is not None and apart is not None:
                 whole = len(rows) == size and how.minibatch is None
                 mean = float(min(how.minibatch or size, size)) if guard.sampled else float(len(rows))
                 divisor = expected if whole and expected else mean
-                grads = self._guarded(guard, apart, rows, divisor, seed, step)
-            else:
-                with self._mode(seed, step):
-                    loss = examples.loss(rows, fixed | local)
-                    found = torch.autograd.grad(loss, list(local.values()), allow_unused=True)
-                grads = dict(zip(local, found, strict=True))
-            for name, p in local.items():
-                p.grad = grads[name]
-            optimizer.step()
+                return self._guarded(guard, apart, rows, divisor, seed, step)
+            with self._mode(seed, step):
+                loss = examples.loss(rows, fixed | params)
+                found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            return dict(zip(params, found, strict=True))
+
+        step = by_optimizer(optimizer_of(how, local.values()))
+        local = local_steps(local, self._minibatches(size, seed), gradient, step)
         return {n: (p - trained[n]).detach() for n, p in local.items()}
 
     def _guard(self) -> ExampleDefense | None:
@@ -356,7 +306,7 @@ class Client:
             # hooks take gradients in training mode only, so no dropout is a rate of 0 there
             if not self._dropping():
                 return model.training_mode(0.0)
-            return _DropoutOn(model, stream(seed, "dropout", step, part), self._rate())
+            return DropoutOn(model, stream(seed, "dropout", step, part), self._rate())
 
         return mode
 
@@ -375,38 +325,4 @@ class Client:
     def _mode(self, seed: int, step: int) -> AbstractContextManager[None]:
         if not self._dropping():
             return nullcontext()
-        return _DropoutOn(self.model, stream(seed, "dropout", step), self._rate())
-
-
-class _DropoutOn(AbstractContextManager[None]):
-    """Training mode with the masks drawn from one stream; evaluation mode after."""
-
-    def __init__(self, model: Model, rng: torch.Generator, rate: float | None) -> None:
-        self._random = global_stream(rng, model.device)
-        self._mode = model.training_mode(rate)
-
-    def __enter__(self) -> None:
-        self._random.__enter__()
-        self._mode.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._mode.__exit__(None, None, None)
-        self._random.__exit__(None, None, None)
-
-
-def observation(
-    model: M, update: Update, selection: Selection, knowledge: Knowledge, public: PublicImages | None = None
-) -> Observation[M]:
-    """Return the selected part of an update as an attack may see it, beside what the attacker has from elsewhere."""
-    if public is not None:
-        knowledge = replace(knowledge, public=public.where)
-    tensors, views = selection.take(model, update.tensors)
-    return Observation(
-        model=model,
-        tensors=tensors,
-        views=views,
-        kind=update.kind,
-        knowledge=knowledge,
-        selection=selection.expression,
-        public=public,
-    )
+        return DropoutOn(self.model, stream(seed, "dropout", step), self._rate())

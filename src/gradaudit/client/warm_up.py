@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
+from gradaudit.client.examples import examples_of
 from gradaudit.errors import BadInputError
+from gradaudit.models.local_steps import Parameters, by_optimizer, local_steps
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import stream
 from gradaudit.types import Batch
@@ -46,15 +49,13 @@ def warm_up(model: TransformersModel, batches: Iterable[Batch]) -> None:
         batches: of public text.
     """
     fixed = set(model.untrained())
-    trained = [p for name, p in model.parameters().items() if name not in fixed]
-    optimizer = torch.optim.AdamW(trained, lr=_RATE)
-    for batch in batches:
-        ids, mask = batch.ids.to(model.device), batch.mask.to(model.device)
-        labels = ids if batch.labels is None else batch.labels.to(model.device)
-        loss = model.loss(ids=ids, mask=mask, labels=labels)
-        found = torch.autograd.grad(loss, trained, allow_unused=True)
-        for p, g in zip(trained, found, strict=True):
-            p.grad = g
-        optimizer.step()
-        optimizer.zero_grad()
+    trained = {name: p for name, p in model.parameters().items() if name not in fixed}
+
+    def gradient(params: Parameters, batch: Batch, step: int) -> dict[str, Tensor | None]:
+        loss = examples_of(model, batch, "right").loss(torch.arange(len(batch)), None)
+        return dict(zip(params, torch.autograd.grad(loss, list(params.values()), allow_unused=True), strict=True))
+
+    local_steps(trained, batches, gradient, by_optimizer(torch.optim.AdamW(trained.values(), lr=_RATE)))
+    for p in trained.values():
+        p.grad = None
     model.weights_changed()

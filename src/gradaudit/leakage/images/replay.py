@@ -6,15 +6,14 @@ rate times steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
 from gradaudit.leakage.images.matching import ImageMatch, ImageObjective
 from gradaudit.models.images import ImageModel
+from gradaudit.models.local_steps import Parameters, by_descent, in_order, local_steps
 from gradaudit.types import LocalTraining, Observation
 
 
@@ -70,18 +69,16 @@ class ImageReplay(ImageObjective):
 
     def _change(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the weight change of all trained parameters, divided by -(learning rate x steps)."""
-        local, rate = self._start, self._training.learning_rate
-        for rows in self._minibatches(len(images)):
-            some, classes = images[rows], labels[rows]
+        rate = self._training.learning_rate
 
-            def loss(params: dict[str, Tensor], some: Tensor = some, classes: Tensor = classes) -> Tensor:
-                return self._model.loss(some, classes, self._fixed | params)
+        def slopes(params: Parameters, rows: Tensor, step: int) -> Parameters:
+            def loss(own: Parameters) -> Tensor:
+                return self._model.loss(images[rows], labels[rows], self._fixed | own)
 
-            slopes = grad(loss)(local)
-            local = {name: p - rate * slopes[name] for name, p in local.items()}
+            found: Parameters = grad(loss)(params)
+            return found
+
+        batches = in_order(self._training, len(images), self._model.device)
+        local = local_steps(self._start, batches, slopes, by_descent(rate))
         scale = rate * self.passes
         return {name: (self._start[name] - p) / scale for name, p in local.items()}
-
-    def _minibatches(self, size: int) -> Iterator[Tensor]:
-        for _ in range(self._training.epochs):
-            yield from torch.split(torch.arange(size, device=self._model.device), self._training.minibatch or size)

@@ -5,7 +5,6 @@ Read as one gradient, such a change is fitted by the true batch only to first or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from gradaudit.leakage.matching.distances import Distance
 from gradaudit.leakage.matching.factored import of_whole
 from gradaudit.leakage.matching.masks import Masks
 from gradaudit.leakage.matching.objective import Objective
+from gradaudit.models.local_steps import Parameters, by_descent, in_order, local_steps
 from gradaudit.types import Observation
 
 
@@ -109,20 +109,18 @@ class Replay(Objective):
         fixed = {name: p.detach() for name, p in every.items() if name not in set(self._trained)}
         start = {name: every[name].detach() for name in self._trained}
         local = {name: p.clone().requires_grad_() for name, p in start.items()}
+
+        def slopes(params: Parameters, rows: Tensor, step: int) -> dict[str, Tensor]:
+            own = params if learning else {name: p.detach().requires_grad_() for name, p in params.items()}
+            loss = self.model.loss(embeddings=vectors[rows], mask=mask[rows], labels=labels[rows], params=fixed | own)
+            found = torch.autograd.grad(
+                loss, list(own.values()), create_graph=learning, allow_unused=True, materialize_grads=True
+            )
+            return dict(zip(own, found, strict=True))
+
         with torch.enable_grad():
-            for rows in self._minibatches(len(vectors)):
-                loss = self.model.loss(
-                    embeddings=vectors[rows], mask=mask[rows], labels=labels[rows], params=fixed | local
-                )
-                slopes = torch.autograd.grad(
-                    loss, list(local.values()), create_graph=learning, allow_unused=True, materialize_grads=True
-                )
-                local = {name: p - rate * g for (name, p), g in zip(local.items(), slopes, strict=True)}
-                if not learning:
-                    local = {name: p.detach().requires_grad_() for name, p in local.items()}
+            local = local_steps(local, in_order(self._training, len(vectors)), slopes, by_descent(rate))
+        if not learning:
+            local = {name: p.detach() for name, p in local.items()}
         scale = rate * self._training.steps(len(vectors))
         return {name: (start[name] - p) / scale for name, p in local.items()}
-
-    def _minibatches(self, size: int) -> Iterator[Tensor]:
-        for _ in range(self._training.epochs):
-            yield from torch.split(torch.arange(size), self._training.minibatch or size)

@@ -1,0 +1,74 @@
+"""Local training, one loop for all who train or follow a training: clients, adapters' warm-up, attacks that replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from gradaudit.types import LocalTraining
+
+Parameters = dict[str, Tensor]
+"""By name."""
+R = TypeVar("R")
+
+
+def local_steps(
+    local: Parameters,
+    batches: Iterable[R],
+    gradient: Callable[[Parameters, R, int], Mapping[str, Tensor | None]],
+    step: Callable[[Parameters, Mapping[str, Tensor | None]], Parameters],
+) -> Parameters:
+    """Return the parameters after a step on each batch.
+
+    Args:
+        local: the parameters before.
+        batches: what each step is taken on.
+        gradient: by the parameters, of a batch, at a step counted from 0; None where a parameter has no part in it.
+        step: from parameters and their gradient to the next ones.
+    """
+    for number, rows in enumerate(batches):
+        local = step(local, gradient(local, rows, number))
+    return local
+
+
+def in_order(how: LocalTraining, size: int, device: torch.device | None = None) -> Iterator[Tensor]:
+    """Yield the rows of each step's minibatch, in the order in which the batch has them."""
+    for _ in range(how.epochs):
+        yield from torch.split(torch.arange(size, device=device), how.minibatch or size)
+
+
+def by_optimizer(
+    optimizer: torch.optim.Optimizer,
+) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
+    """Return the step of an optimizer, which changes the parameters in place."""
+
+    def step(local: Parameters, gradient: Mapping[str, Tensor | None]) -> Parameters:
+        for name, p in local.items():
+            p.grad = gradient[name]
+        optimizer.step()
+        return local
+
+    return step
+
+
+def optimizer_of(how: LocalTraining, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer of a client that trains locally."""
+    if how.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=how.learning_rate)
+    return torch.optim.AdamW(parameters, lr=how.learning_rate, weight_decay=how.weight_decay)
+
+
+def by_descent(rate: float) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
+    """Return a step of plain SGD that leaves the parameters as they are: it can be differentiated.
+
+    Args:
+        rate: learning rate.
+    """
+
+    def step(local: Parameters, gradient: Mapping[str, Tensor | None]) -> Parameters:
+        return {name: p if (g := gradient[name]) is None else p - rate * g for name, p in local.items()}
+
+    return step
