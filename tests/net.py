@@ -73,7 +73,9 @@ def case_of(attack: str, folder: Path | None, task: str, **tables: Any) -> dict[
         data |= {"path": str(sentences_in(folder))}
         tables["model"] = f"random:{folder}"
         if attack in FITTED:
-            tables["public"] = {"path": str(sentences_in(folder)), "rows": 8}
+            tables["public"] = {"path": str(sentences_in(folder)), "rows": 8, "label": "label"}
+            if task != "classification":
+                del tables["public"]["label"]
     else:
         tables["model"] = "lenet"
         if attack in FITTED:

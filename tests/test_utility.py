@@ -270,7 +270,7 @@ def test_rows_that_are_parts_of_tested_rows_are_not_trained_on(folders, rows):
     assert len(test) == 60
     for one in train:
         for other in test:
-            a, b = data.texts[one].lower(), data.texts[other].lower()
+            a, b = data.source.texts[one].lower(), data.source.texts[other].lower()
             assert a not in b
             assert b not in a
     assert 480 - 60 - 61 <= len(train) < 480 - 60

@@ -37,7 +37,19 @@ FILES = {
     ".".join(("gradaudit", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in ROOT.rglob("*.py")
 }
-GROUND = ("errors", "types", "streams", "progress", "registry", "selection", "files", "workspace", "kinds", "scores")
+GROUND = (
+    "errors",
+    "types",
+    "streams",
+    "progress",
+    "registry",
+    "selection",
+    "files",
+    "workspace",
+    "kinds",
+    "scores",
+    "channels",
+)
 """Files at the root that every room may import."""
 TOP = ("__main__", "case", "catalog", "cli", "demo")
 """Files at the root that put rooms together; no room but those named in `ARROWS` imports one."""

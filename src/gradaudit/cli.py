@@ -1,4 +1,7 @@
-"""The command line, thin: reads arguments, calls the program, turns errors into one sentence and an exit code."""
+"""The command line, thin: reads arguments, calls the program, turns errors into one sentence and an exit code.
+
+One file because it is the list of all commands, each of which is a few lines.
+"""
 
 from __future__ import annotations
 

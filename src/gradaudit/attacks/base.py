@@ -91,7 +91,7 @@ class Attack(ABC, Generic[M]):
                 f"attack '{self.name}' must be given {', '.join(missing)}; set it in [knowledge] or choose an attack "
                 "that does without"
             )
-        if seen.model.spec.task not in self.tasks:
+        if not self.takes(seen.model.spec.task):
             raise NotSupportedError(f"attack '{self.name}' does not support task '{seen.model.spec.task}'")
         before = _numbers(seen)
         restore = seen.model.remember()
@@ -123,6 +123,11 @@ class Attack(ABC, Generic[M]):
             seen: all that the attacker may see.
             rng: the attack's own random stream (on the CPU); draw nothing from elsewhere.
         """
+
+    @classmethod
+    def takes(cls, task: str) -> bool:
+        """Return whether the attack is for models of a task."""
+        return task in cls.tasks
 
     @property
     def unfitted(self) -> bool:

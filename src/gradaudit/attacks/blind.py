@@ -9,9 +9,9 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.channels import ANYTHING, Trait
-from gradaudit.leakage.priors import frequent_tokens, usual_image
-from gradaudit.models.base import Model, TextModel
-from gradaudit.models.images import ImageModel
+from gradaudit.leakage.priors import GUESSES
+from gradaudit.models.base import Model
+from gradaudit.models.spec import kind_of
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -39,20 +39,12 @@ class Blind(Attack[Model]):
     sentences: int = hyper(1, "sentences or images guessed when the batch size is unknown")
 
     def run(self, seen: Observation[Model], rng: torch.Generator) -> Reconstruction:
-        known = seen.knowledge
-        size = known.batch_size or self.sentences
-        if isinstance(seen.model, ImageModel):
-            return Reconstruction(images=usual_image(seen.model, seen.public).expand(size, -1, -1, -1).clone())
-        assert isinstance(seen.model, TextModel)
-        prior = frequent_tokens(seen.model)
-        special = seen.model.special
-        frame = len(special.prefix) + len(special.suffix)
-        lengths = known.lengths or (self.length + frame,) * size
-        guesses = tuple(
-            (*special.prefix, *(prior[i % len(prior)] for i in range(max(n - frame, 0))), *special.suffix)
-            for n in lengths
-        )
-        return Reconstruction(sequences=guesses)
+        size = seen.knowledge.batch_size or self.sentences
+        return GUESSES[kind_of(seen.model.spec.task)](seen, size, self.length)
+
+    @classmethod
+    def takes(cls, task: str) -> bool:
+        return True
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 0

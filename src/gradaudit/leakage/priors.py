@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import files
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradaudit.kinds import ByKind
 from gradaudit.models.base import TextModel
 from gradaudit.models.images import ImageModel
-from gradaudit.types import PublicImages
+from gradaudit.types import Observation, PublicImages, Reconstruction
 
 
 def frequent_words() -> list[str]:
@@ -46,3 +49,23 @@ def usual_image(model: ImageModel, public: PublicImages | None) -> Tensor:
     if public is None:
         return torch.full((1, *model.shape), 0.5, device=model.device)
     return public.images.mean(0, keepdim=True).to(model.device)
+
+
+def _usual_words(seen: Observation, size: int, length: int) -> Reconstruction:
+    special, prior = seen.model.special, frequent_tokens(seen.model)
+    frame = len(special.prefix) + len(special.suffix)
+    lengths = seen.knowledge.lengths or (length + frame,) * size
+    guesses = tuple(
+        (*special.prefix, *(prior[i % len(prior)] for i in range(max(n - frame, 0))), *special.suffix) for n in lengths
+    )
+    return Reconstruction(sequences=guesses)
+
+
+def _usual_images(seen: Observation[ImageModel], size: int, length: int) -> Reconstruction:
+    return Reconstruction(images=usual_image(seen.model, seen.public).expand(size, -1, -1, -1).clone())
+
+
+GUESSES: ByKind[Callable[[Any, int, int], Reconstruction]] = ByKind("blind guess")
+"""What one guesses without looking at the update: of so many examples, so many words each where that is not known."""
+GUESSES.add("text", _usual_words)
+GUESSES.add("images", _usual_images)

@@ -1,4 +1,7 @@
-"""A transformers model as a `TextModel`: pure functions by parameter name."""
+"""A transformers model as a `TextModel`: pure functions by parameter name.
+
+One file because it is one class, whose methods all work on the same patched modules.
+"""
 
 from __future__ import annotations
 

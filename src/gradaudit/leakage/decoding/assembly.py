@@ -1,4 +1,7 @@
-"""Sentences from placed words, dropout off: linked by attention, mended in the span of block 1, proven by deflation."""
+"""Sentences from placed words, dropout off: linked by attention, mended in the span of block 1, proven by deflation.
+
+One file because it is one search, whose stages hand the same state on.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Everything is batched over candidates: a guess is [N, B, T, d] and an objective returns [N], so that restarts,
 permutations and beams are evaluated together. A predicted gradient is known by its factors (`models.taps`) and measured
 by them (`leakage.factored`): nothing of the model's size stays in a graph.
+
+One file because it is one objective, whose parts share what a pass computed.
 """
 
 from __future__ import annotations
