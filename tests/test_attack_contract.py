@@ -97,7 +97,7 @@ def test_an_attack_is_documented_and_its_fields_too(name):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_answers_validly_or_refuses_in_a_sentence(load, name, family, task, made):
     model = load(family, task)
-    batch = batch_of(model, sentences((3, 5), 1))
+    batch = batch_of(model, sentences((2, 3), 1))
     seen = seen_of(Client(model, **CLIENTS[made]), batch, given=EVERYTHING)
     tensors = {n: t.clone() for n, t in seen.tensors.items()}
     attack, before = quick(name), state_of(model)
