@@ -217,7 +217,7 @@ def test_a_sweep_killed_with_its_processes_goes_on_where_it_stopped(sweep: Path,
     kept = {path: path.stat().st_mtime_ns for path in out.glob("*/records.jsonl")}
     done = {path for path in kept if len(path.read_text().splitlines()) == 2}
     assert done
-    again = RUN.invoke(app, command[3:-3] + ["--json"])
+    again = RUN.invoke(app, [*command[3:-3], "--json"])
     assert again.exit_code == 0, again.output
     assert len(again.stdout.splitlines()) == 6
     assert all(path.stat().st_mtime_ns == kept[path] for path in done)
