@@ -308,6 +308,7 @@ def test_kill_minus_nine_in_mid_run_then_resume(folders, data: Path, tmp_path: P
     assert lines[-1]["summary"] is True
     assert lines[-1]["n"] == 6
     assert records.read_bytes().startswith(before)
+    assert records.read_bytes().count(b"\n") == 6, "what was done is not done again"
 
 
 def test_the_device_is_named_or_refused():
