@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,12 @@ from gradaudit.models.transformers import TransformersModel
 
 torch.set_num_threads(1)
 Loader = Callable[..., TransformersModel]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the libraries hold out of every later collection of garbage: it is large and stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ CLIENTS = {
 def quick(name: str) -> Attack:
     """Return an attack with its defaults, its longest loops cut short."""
     short = {"steps": 6, "max_candidates": 500, "tries": 2, "starts": 4, "permutations": 4, "rounds": 2, "every": 2}
-    short |= {"evaluations": 20, "proposals": 6}
+    short |= {"evaluations": 20, "proposals": 6, "edits": 8, "passes": 2, "beam_width": 2}
     fields = {f.name: f.default for f in dataclasses.fields(known("attack")[name])}
     return build("attack", name, {k: min(v, fields[k]) for k, v in short.items() if k in fields})
 
@@ -97,7 +97,7 @@ def test_an_attack_is_documented_and_its_fields_too(name):
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_answers_validly_or_refuses_in_a_sentence(load, name, family, task, made):
     model = load(family, task)
-    batch = batch_of(model, sentences((3, 5), 1))
+    batch = batch_of(model, sentences((2, 3), 1))
     seen = seen_of(Client(model, **CLIENTS[made]), batch, given=EVERYTHING)
     tensors = {n: t.clone() for n, t in seen.tensors.items()}
     attack, before = quick(name), state_of(model)

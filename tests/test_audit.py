@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -270,29 +269,51 @@ def test_a_full_disk_loses_nothing(folders, data: Path, tmp_path: Path, monkeypa
     assert [r.batch for r in read_lines(out / "records.jsonl", Record)] == [0]
 
 
-def test_kill_minus_nine_in_mid_run_then_resume(folders, data: Path, tmp_path: Path):
+HELD = """
+import sys
+from gradaudit import audit, cli
+
+audit_batch = audit.audit_batch
+
+
+def held(ready, index):
+    if index == 2:
+        print("held", flush=True)
+        sys.stdin.read()  # until it is killed, or who started it is gone
+    return audit_batch(ready, index)
+
+
+audit.audit_batch = held
+cli.main()
+"""
+"""The program, which stops and waits in its third batch."""
+
+
+def test_kill_minus_nine_in_mid_run_then_resume(folders, data: Path, tmp_path: Path, gradaudit):
     case = tmp_path / "case.toml"
     case.write_text(
         f'model = "random:{folders["bert"]}"\n[data]\npath = "{data}"\nlabel = "label"\nbatch_size = 1\nbatches = 6\n'
-        '[attack]\nname = "tag"\nsteps = 150\n',
+        '[attack]\nname = "tag"\nsteps = 3\n',
         encoding="utf8",
     )
-    command = [sys.executable, "-m", "gradaudit", "run", str(case), "--out", str(tmp_path / "out"), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    command = ["run", str(case), "--out", str(tmp_path / "out"), "--json"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", HELD, *command], text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert "held\n" in process.stdout, "it ended before"
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
     records = tmp_path / "out" / "records.jsonl"
-    deadline = time.monotonic() + 300  # on a busy machine the program takes a minute to start
-    while time.monotonic() < deadline and not (records.exists() and records.read_bytes().count(b"\n") >= 2):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = records.read_bytes().rpartition(b"\n")[0]
-    assert 2 <= before.count(b"\n") + 1 < 6
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    before = records.read_bytes()
+    assert before.count(b"\n") == 2
+    code, out, _ = gradaudit(*command)
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
     assert [line["batch"] for line in lines[:-1]] == list(range(6))
     assert lines[-1]["summary"] is True
     assert lines[-1]["n"] == 6
     assert records.read_bytes().startswith(before)
+    assert records.read_bytes().count(b"\n") == 6, "what was done is not done again"
 
 
 def test_the_device_is_named_or_refused():

@@ -327,7 +327,8 @@ def test_a_guess_has_one_form_however_it_is_written(load):
 def test_grab_answers_without_lengths(load, family):
     model = load(family)
     batch = batch_of(model, sentences((4, 3), 3), [1, 0])
-    found = Grab(rounds=2, steps=20, starts=5, permutations=5)(seen_of(Client(model), batch), stream(0, "attack"))
+    attack = Grab(rounds=2, steps=20, starts=5, permutations=5, passes=2)
+    found = attack(seen_of(Client(model), batch), stream(0, "attack"))
     for sentence in found.sequences:
         assert sentence[: len(model.special.prefix)] == model.special.prefix
         if model.special.suffix:

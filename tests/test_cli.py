@@ -124,11 +124,14 @@ def test_compile_reaches_the_attack(gradaudit, case: Path, update: Path, tmp_pat
         "data.batches=1",
         "--set",
         "task=classification",
+        "--set",
+        'selection.tensors="0:q"',  # little to trace
     ]
     code, out, _ = gradaudit("run", case, "--out", tmp_path / "out", "--json", *how, *flag)
     assert code == 0
     assert ("compiled" in json.loads(out.splitlines()[0])["details"]) == asked
-    code, out, _ = gradaudit("attack", update, "--json", "--attack", "tag", "--set", "steps=2", *flag)
+    how = ["--attack", "tag", "--set", "steps=2", "--selection", "0:q"]
+    code, out, _ = gradaudit("attack", update, "--json", *how, *flag)
     assert code == 0
     assert ("compiled" in json.loads(out.splitlines()[0])["details"]) == asked
 

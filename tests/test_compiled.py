@@ -24,7 +24,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 def scene(load, length: int, seed: int):
     model = load("bert", layers=1)
     batch = batch_of(model, sentences((length,), seed), [1])
-    seen = seen_of(Client(model, dropout=True), batch, "0:q,v,f head")
+    seen = seen_of(Client(model, dropout=True), batch, "0:q head")
     return model, batch, Objective(seen, L2())
 
 

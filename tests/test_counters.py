@@ -94,7 +94,7 @@ def test_attacks_take_the_counter_when_told_and_say_so(load, attack):
     cls = known("attack")[attack]
     assert cls.handles >= COUNTERED
     assert {trait for name in KINDS for trait in traits_of(name)} == COUNTERED
-    quick = {"steps": 60, "learning_rate": 0.05} | (
+    quick = {"steps": 12, "learning_rate": 0.05} | (
         {"starts": 4, "permutations": 0, "edits": 0} if attack == "lamp" else {}
     )
     for name in KINDS:

@@ -93,11 +93,11 @@ def test_pure_noise_proves_nothing(minilm):
 
 def test_a_sentence_with_a_foreign_token_is_not_proven(minilm):
     # two updates added up, of which one is without dropout: half of the rows cannot be decoded
-    noisy = seen_of(minilm, batch_of(minilm, 4, 2))
-    plain = seen_of(minilm, batch_of(minilm, 30, 2), dropout=False)
+    noisy = seen_of(minilm, batch_of(minilm, 4, 1))
+    plain = seen_of(minilm, batch_of(minilm, 30, 1), dropout=False)
     mixed = {n: t + plain.tensors[n] for n, t in noisy.tensors.items()}
     found = Decode()(dataclasses.replace(noisy, tensors=mixed), stream(0, "attack"))
-    right = truth(batch_of(minilm, 4, 2)) | truth(batch_of(minilm, 30, 2))
+    right = truth(batch_of(minilm, 4, 1)) | truth(batch_of(minilm, 30, 1))
     proven = [s for s, c in zip(found.sequences, found.certificates or (), strict=True) if c == "proven"]
     assert set(proven) <= right
 
@@ -128,22 +128,22 @@ def test_dropout_off_is_read_back_exactly_and_proven_with_labels(minilm, first: 
 
 
 def test_dropout_off_needs_neither_the_rate_nor_the_batch_size(minilm):
-    batch = batch_of(minilm, 20, 3)
+    batch = batch_of(minilm, 20, 2)
     nothing = Given(batch_size=False, training=False, dropout=False, defenses=False)
     seen = seen_of(minilm, batch, nothing, selection="0-1:q,k,v", dropout=False, freeze=())
     found = Decode()(seen, stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
-    assert found.certificates == ("proven",) * 3
+    assert found.certificates == ("proven",) * 2
 
 
 def test_a_clipped_gradient_is_read_with_the_share_that_it_tells(minilm):
-    batch = batch_of(minilm, 20, 3)
+    batch = batch_of(minilm, 20, 2)
     client = Client(minilm, defenses=(build("defense", "clip", {"norm": 1e-2}),))
     for given in (Given(), Given(batch_size=False)):
         seen = client.observe(batch, Selection("0-2:q,k,v"), given, stream(0, "client"))
         found = Decode()(seen, stream(0, "attack"))
         assert set(found.sequences) == truth(batch)
-        assert found.certificates == ("proven",) * 3
+        assert found.certificates == ("proven",) * 2
 
 
 def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):

@@ -81,10 +81,10 @@ def test_lbfgs_learns_labels_beside_the_vectors():
 
 @pytest.mark.parametrize("learn_labels", [False, True])
 def test_dlg_in_its_original_form_reads_a_short_sentence(load, learn_labels):
-    model = load("roberta")
+    model = load("roberta", layers=1)
     batch = batch_of(model, sentences((3,), 3), [1])
     seen = seen_of(Client(model), batch, given=Given(labels=True, lengths=True))
-    attack = Dlg(optimizer="lbfgs", steps=40, restarts=4, learn_labels=learn_labels)
+    attack = Dlg(optimizer="lbfgs", steps=20, restarts=2, learn_labels=learn_labels)
     found = attack(seen, stream(0, "attack"))
     words, mine = set(model.content(found.sequences[0])), set(model.content(batch.ids[0].tolist()))
     assert len(words & mine) >= 2

@@ -133,7 +133,7 @@ def test_swap_control_of_matching(load, name, family, task):
         mine, other = (batch_of(model, sentences((3,), seed, words), [0]) for words in (MADE_UP, OTHERS))
         seen = seen_of(client, mine, selection, GIVEN)
         seen_of(client, other, selection, GIVEN)
-        found = attacked(name, seen, steps=100, restarts=64, learning_rate=0.05, keep_best=True)
+        found = attacked(name, seen, steps=100, restarts=32, learning_rate=0.05, keep_best=True)
         own.append(rouge1(model, mine, found))
         swapped.append(rouge1(model, other, found))
     limit = chance(model, other, rounds)

@@ -71,9 +71,13 @@ def common_of(rows: Tensor, dimensions: int) -> Common:
         dimensions: of the space that they lie in.
     """
     count = min(_COMMON, len(rows) // 2, dimensions // 2)
-    energy, mix = torch.linalg.eigh(rows @ rows.T)
-    energy, mix = energy.flip(0), mix.flip(1)
-    basis = torch.linalg.qr(rows.T @ mix[:, :count])[0]
+    if len(rows) > rows.shape[1]:  # the smaller of both Gram matrices: they have the same energies
+        energy, directions = torch.linalg.eigh(rows.T @ rows)
+        energy, basis = energy.flip(0), directions.flip(1)[:, :count]
+    else:
+        energy, mix = torch.linalg.eigh(rows @ rows.T)
+        energy, mix = energy.flip(0), mix.flip(1)
+        basis = torch.linalg.qr(rows.T @ mix[:, :count])[0]
     rest = float(energy[count:].sum()) / max(dimensions - count, 1)
     left = (rest / energy[:count].clamp_min(1e-30)).clamp_max(1.0)
     # of a row that is nearly one loud direction even a tenth of it would be more than all that is its own
