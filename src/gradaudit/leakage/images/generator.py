@@ -60,7 +60,7 @@ class Generator:
 
 
 def generator_of(public: PublicImages, spec: GeneratorSpec, device: torch.device) -> Generator:
-    """Return the generator that public images give; learned once a run's folder (`gradaudit.learned.kept`).
+    """Return the generator that public images give; learned once a run's folder (`gradaudit.workspace`).
 
     Its random stream comes from the images and the spec alone: every batch of an audit gets the same generator.
 
