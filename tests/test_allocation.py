@@ -12,7 +12,7 @@ from gradaudit.machine import keep_freed_memory
 
 HELD = """
 import sys, torch
-from gradaudit.allocation import keep_freed_memory
+from gradaudit.machine import keep_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:
