@@ -228,7 +228,12 @@ def test_an_interrupt_ends_a_sweep_with_all_its_processes(sweep: Path, tmp_path:
     out, seeds = tmp_path / "out", list(range(40))
     sweep.write_text(sweep.read_text() + f"data.shuffle_seed = {seeds}\n")  # so many that it cannot end before
     command = [sys.executable, "-m", "gradaudit", "sweep", str(sweep), "--out", str(out), "--jobs", "2", "--json"]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts with & ignores it, and
+    try:  # hands that down: then no interrupt would reach the sweep either
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        first = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert first.stdout is not None
     assert json.loads(first.stdout.readline())["error"] is None  # a point is done
     os.killpg(first.pid, signal.SIGINT)  # as a terminal sends it: to all of them
