@@ -271,7 +271,8 @@ def test_a_full_disk_loses_nothing(folders, data: Path, tmp_path: Path, monkeypa
 
 HELD = """
 import sys
-from gradaudit import audit, cli
+from gradaudit import cli
+from gradaudit.audit import run as audit
 
 audit_batch = audit.audit_batch
 

@@ -12,6 +12,7 @@ from scipy.stats import kstest
 from torch import Tensor
 
 import gradaudit.client.examples
+import gradaudit.client.text
 from gradaudit.client.client import Client
 from gradaudit.defenses.dpsgd import DPSGD
 from gradaudit.defenses.noise import Gaussian
@@ -137,7 +138,7 @@ def test_parts_of_a_batch_add_up_to_the_batch(load, monkeypatch):
     whole = sent(model, batch, DPSGD(0.5, 0.1))
     one = sum(p.numel() * 4 for p in model.parameters().values())
     for at_once in (1, 2):
-        monkeypatch.setattr(gradaudit.client.examples, "BYTES_AT_ONCE", at_once * one)
+        monkeypatch.setattr(gradaudit.client.text, "BYTES_AT_ONCE", at_once * one)
         assert close(sent(model, batch, DPSGD(0.5, 0.1)), whole)
 
 
@@ -166,7 +167,7 @@ def test_gradients_by_factors_are_those_of_opacus_hooks_with_the_same_dropout(lo
 def test_parts_of_a_batch_share_no_dropout_masks(load, monkeypatch):
     model = load("bert")
     twice = batch_of(model, sentences((6,), 1) * 2)
-    monkeypatch.setattr(gradaudit.client.examples, "BYTES_AT_ONCE", 1)
+    monkeypatch.setattr(gradaudit.client.text, "BYTES_AT_ONCE", 1)
     together = sent(model, twice, OPEN, dropout=True, dropout_rate=0.3)
     first = sent(model, rows_of(twice, 0), OPEN, dropout=True, dropout_rate=0.3)
     assert not close(together, first), "the second part dropped what the first did"

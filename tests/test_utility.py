@@ -99,7 +99,7 @@ def test_rows_that_adapters_were_warmed_up_on_are_neither_trained_nor_tested_on(
     used = gradaudit.sweeps.utility._seen_before(case, data)
     assert len(used) == 40
     assert not used & {number for batch in draw(case.data, data) for number in batch}
-    train, test = gradaudit.sweeps.utility._split(case, how, bind(model, data), used)
+    train, test = gradaudit.sweeps.utility._split(case, how, bind(model, data.source), used)
     assert not used & {*train, *test}
     assert len(train) == 240 - 40 - 60
 
@@ -266,7 +266,7 @@ def test_rows_that_are_parts_of_tested_rows_are_not_trained_on(folders, rows):
     parts = [f"{' '.join(text.split()[1:])},{label}" for text, label in body]
     rows.write_text("\n".join([*lines, *parts, "The " + lines[1]]) + "\n")
     case, how, model, data = given(folders, rows)
-    train, test = gradaudit.sweeps.utility._split(case, how, bind(model, data), frozenset())
+    train, test = gradaudit.sweeps.utility._split(case, how, bind(model, data.source), frozenset())
     assert len(test) == 60
     for one in train:
         for other in test:
