@@ -98,7 +98,7 @@ def test_rows_that_adapters_were_warmed_up_on_are_neither_trained_nor_tested_on(
     case, how, model, data = given(folders, rows, lora={"rank": 2, "modules": "all-linear", "warmup": 5})
     used = gradaudit.sweeps.utility._seen_before(case, data)
     assert len(used) == 40
-    assert not used & {number for batch in draw(case.data, data) for number in batch}
+    assert not used & {number for batch in draw(case.data, data.source) for number in batch}
     train, test = gradaudit.sweeps.utility._split(case, how, bind(model, data.source), used)
     assert not used & {*train, *test}
     assert len(train) == 240 - 40 - 60
