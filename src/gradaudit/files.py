@@ -1,16 +1,18 @@
-"""Files that a kill cannot leave half written, and folders that one program at a time writes."""
+"""Files that a kill cannot leave half written, folders that one program at a time writes, and tensors of others."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from gradaudit.errors import BadInputError
 
@@ -116,3 +118,44 @@ def write_page(path: Path, html: str, private: bool) -> Path:
     except OSError as error:
         raise BadInputError(f"cannot write {path} ({error.strerror}); make room or choose another folder") from None
     return path
+
+
+class StoredTensors:
+    """The tensors of an open safetensors file: its header is read, and no tensor before it is asked for.
+
+    Args:
+        path: of the file, for messages.
+        file: the open file.
+    """
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path, self._file = path, file
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(part.get_shape()) for name, part in parts.items()}
+        self.dtypes: dict[str, str] = {name: part.get_dtype() for name, part in parts.items()}
+        self.metadata: dict[str, str] = file.metadata() or {}
+
+    def read(self, names: Iterable[str], finite: bool = False) -> dict[str, Tensor]:
+        """Return some of the tensors.
+
+        Raises:
+            BadInputError: NaN or infinite values where `finite` asks for none.
+        """
+        found = {name: self._file.get_tensor(name) for name in names}
+        if finite and not all(bool(tensor.isfinite().all()) for tensor in found.values()):
+            raise BadInputError(f"{self._path} holds NaN or infinite values")
+        return found
+
+
+@contextmanager
+def stored_tensors(path: Path) -> Iterator[StoredTensors]:
+    """Open a safetensors file, which may come from elsewhere: nothing is unpickled, and sizes are known before reading.
+
+    Raises:
+        BadInputError: there is none, or it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield StoredTensors(path, file)
+    except (SafetensorError, OSError) as error:
+        raise BadInputError(f"{path} is missing, truncated or not a safetensors file ({error})") from None

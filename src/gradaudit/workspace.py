@@ -8,11 +8,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from gradaudit.files import replacing
+from gradaudit.errors import BadInputError
+from gradaudit.files import replacing, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ def kept() -> dict[str, Tensor] | None:
     if path is None or not path.exists():
         return None
     try:
-        return load_file(path)
-    except (SafetensorError, OSError):
+        with stored_tensors(path) as file:
+            return file.read(file.shapes)
+    except BadInputError:
         return None  # begun anew: the same seed gives the same answer
 
 
@@ -101,11 +102,11 @@ def learned(
     path = None if place is None else place / f"{key}.safetensors"
     if path is not None and path.is_file():
         try:
-            with safe_open(path, framework="pt") as file:
-                if {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()} == dict(shapes):  # noqa: SIM118
+            with stored_tensors(path) as file:
+                if file.shapes == shapes:
                     # copies: what is read is a window onto the file, which may be replaced
-                    return {n: file.get_tensor(n).clone() for n in shapes}
-        except (SafetensorError, OSError):
+                    return {name: tensor.clone() for name, tensor in file.read(shapes).items()}
+        except BadInputError:
             pass  # cut short or damaged
     found = {n: t.detach().cpu().contiguous().clone() for n, t in make().items()}
     if path is not None:

@@ -15,17 +15,17 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.images.likelihood import LAWS, ImageEvidence, has_law
 from gradaudit.leakage.images.matching import image_labels
 from gradaudit.leakage.images.posterior import likeliest_images
-from gradaudit.learned.images.fit import Plan, Simulation, fit_image_inverter
+from gradaudit.learned.images.fit import ImagePlan, Simulation, fit_image_inverter
 from gradaudit.learned.images.inverter import ImageInverter, load_image_inverter, save_image_inverter
 from gradaudit.learned.manifest import Target
 from gradaudit.models.images import ImageModel
-from gradaudit.registry import describe, hyper, register
+from gradaudit.registry import register
 from gradaudit.types import Observation, PublicImages, Reconstruction
 
 
 @register
 @dataclass(frozen=True)
-class LtiImages(Attack[ImageModel]):
+class LtiImages(ImagePlan, Attack[ImageModel]):
     """Read the images of an update by a network that was trained on simulated updates of public images.
 
     As `lti` does for text: the attacker computes the updates that the client would send of public images, defenses
@@ -48,27 +48,6 @@ class LtiImages(Attack[ImageModel]):
     takes_any: ClassVar[bool] = True
     models_dropout: ClassVar[bool] = True
     exact_on_deltas: ClassVar[bool] = True
-    inverter: str = hyper("", "folder of a fitted inverter; without one, 'run' and 'sweep' fit it from [public]")
-    learner: str = hyper(
-        "network",
-        "'network', or 'kernel': ridge regression in closed form, faster and better with few thousand images",
-        source="the paper's; the kernel is ours",
-    )
-    refine: int = hyper(
-        0,
-        "steps from what was read towards what explains the update best, as far from it as readings of public images "
-        "are; 0 only reads; learner = 'kernel'",
-        source="ours",
-        later=True,
-    )
-    width: int = hyper(3000, "of each hidden layer", source="section 4.2")
-    hidden: int = hyper(3, "hidden layers", source="section 4.2")
-    epochs: int = hyper(200, "passes over the public images", source="section 4.2")
-    batch: int = hyper(256, "updates a step", source="section 4.2")
-    learning_rate: float = hyper(1e-3, "Adam's, at its highest", source="ours, for scaled inputs; the paper has 1e-4")
-    mirrored: bool = hyper(True, "every second pass sees the public images mirrored", source="ours")
-    validation: float = hyper(0.05, "share of the public images held out to choose by", source="ours")
-    patience: int = hyper(6, "validations without a better one after which training stops; 0 never", source="ours")
 
     def __post_init__(self) -> None:
         if self.learner not in ("network", "kernel"):
@@ -107,18 +86,7 @@ class LtiImages(Attack[ImageModel]):
             raise NotSupportedError(
                 "attack 'lti-images': a kernel reads one image an update; set learner = \"network\""
             )
-        plan = Plan(
-            kernel=self.learner == "kernel",
-            width=self.width,
-            hidden=self.hidden,
-            epochs=self.epochs,
-            batch=self.batch,
-            learning_rate=self.learning_rate,
-            mirrored=self.mirrored,
-            validation=self.validation,
-            patience=self.patience,
-        )
-        found = fit_image_inverter(simulate, public, target, model, plan, describe(self), folder, rng)
+        found = fit_image_inverter(simulate, public, target, model, self, folder, rng)
         return self.fitted_in(save_image_inverter(folder, found))
 
     def fitted_in(self, folder: Path) -> Attack[ImageModel]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 import gradaudit
 from gradaudit.bundles.model import ModelEntry, load_bundle_model
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
+from gradaudit.files import stored_tensors
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
@@ -32,7 +33,7 @@ from gradaudit.selection import Selection
 from gradaudit.types import Knowledge, LocalTraining, Observation, Update, UpdateKind
 
 MANIFEST, TENSORS = "manifest.json", "update.safetensors"
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _LARGEST_MANIFEST = 16 << 20
 MOST_EXAMPLES = 4096
 """Of a batch that a manifest may name: attacks make room for each before they look at the update."""
@@ -182,7 +183,8 @@ def load_bundle(
         raise BadInputError(_told(folder, misfits))
     if _sha256(folder / TENSORS) != manifest.sha256:
         raise BadInputError(f"{folder / TENSORS} is not the file that {MANIFEST} describes (sha256 differs)")
-    tensors = _read_tensors(folder / TENSORS, device, shapes)
+    with stored_tensors(folder / TENSORS) as file:
+        tensors = {name: tensor.to(device or "cpu") for name, tensor in file.read(shapes).items()}
     findings = preflight(loaded, tensors)
     if blocks is not None:
         text = f"only {blocks} blocks of the model were loaded: its weights were not checked against the bundle's"
@@ -345,26 +347,14 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         raise BadInputError(f"{path.parent} is not an update bundle: it has no {TENSORS}")
     if path.stat().st_size == 0:
         raise BadInputError(f"{path} is empty")
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            for name, part in slices.items():
-                if part.get_dtype() not in _FLOATS:
-                    raise BadInputError(
-                        f"the update in {path.parent} cannot be attacked: '{name}' has dtype {part.get_dtype()}; "
-                        "an update is made of floats"
-                    )
-            return {name: tuple(part.get_shape()) for name, part in slices.items()}
-    except SafetensorError as error:
-        raise BadInputError(f"{path} is truncated or not a safetensors file ({error})") from None
-
-
-def _read_tensors(path: Path, device: torch.device | None, names: Iterable[str]) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).to(device or "cpu") for name in names}
-    except SafetensorError as error:
-        raise BadInputError(f"{path} is truncated or not a safetensors file ({error})") from None
+    with stored_tensors(path) as file:
+        for name, dtype in file.dtypes.items():
+            if dtype not in _FLOATS:
+                raise BadInputError(
+                    f"the update in {path.parent} cannot be attacked: '{name}' has dtype {dtype}; "
+                    "an update is made of floats"
+                )
+        return file.shapes
 
 
 def _sha256(path: Path) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.files import replacing
+from gradaudit.files import replacing, stored_tensors
 from gradaudit.learned.scaling import Scaling
 from gradaudit.learned.text.word_pairs import PAIRS, WordPairs, save_pairs
 from gradaudit.models.spec import Loss, Task
@@ -192,15 +192,9 @@ def read_tensors(
     """
     path = folder / WEIGHTS
     wanted = dict(network) | {"mean": (inputs,), "deviation": (inputs,)}
-    try:
-        with safe_open(path, "pt") as file:
-            names = set(file.keys())
-            shapes = {n: tuple(file.get_slice(n).get_shape()) for n in names}
-            if shapes != wanted or any(file.get_slice(n).get_dtype() != "F32" for n in names):
-                raise BadInputError(f"{path} does not hold the network that {MANIFEST} describes; it is damaged")
-            tensors = {n: file.get_tensor(n) for n in wanted}
-    except (SafetensorError, OSError) as error:
-        raise BadInputError(f"{path} is missing, truncated or not a safetensors file ({error})") from None
-    if not all(bool(t.isfinite().all()) for n, t in tensors.items() if n != "deviation"):
-        raise BadInputError(f"{path} holds NaN or infinite weights")
-    return tensors, Scaling(tensors.pop("mean"), tensors.pop("deviation"))
+    with stored_tensors(path) as file:
+        if file.shapes != wanted or set(file.dtypes.values()) != {"F32"}:
+            raise BadInputError(f"{path} does not hold the network that {MANIFEST} describes; it is damaged")
+        tensors = file.read((name for name in wanted if name != "deviation"), finite=True)
+        deviation = file.read(["deviation"])["deviation"]
+    return tensors, Scaling(tensors.pop("mean"), deviation)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradaudit.files import replacing
+from gradaudit.errors import BadInputError
+from gradaudit.files import replacing, stored_tensors
 from gradaudit.progress import step as progressed
+from gradaudit.streams import stream
 
 N = TypeVar("N", bound=nn.Module)
 _SECONDS = 60.0
@@ -63,6 +64,30 @@ class Trained:
     score: float
     step: int
     steps: int
+
+
+def split(count: int, size: int, share: float, seed: int, what: str) -> tuple[Tensor, Tensor]:
+    """Return which rows of public data are held out and which are learned from, whole updates of both.
+
+    Args:
+        count: rows there are.
+        size: rows an update.
+        share: of the updates that is held out.
+        seed: of the draw.
+        what: the rows in words.
+
+    Raises:
+        BadInputError: too few rows.
+    """
+    held = max(1, round(share * (count // size)))
+    kept = count // size - held
+    if kept < 1:
+        raise BadInputError(
+            f"[public] has {count} {what} that no audited batch holds; an attack that learns from updates of {size} "
+            f"needs {2 * size} at least, and thousands to learn anything"
+        )
+    order = torch.randperm(count, generator=stream(seed, "split"))
+    return order[: held * size], order[held * size : (held + kept) * size]
 
 
 def train(
@@ -149,14 +174,13 @@ class _State:
     def read(self, path: Path, network: nn.Module) -> None:
         """Take up what was written; a file that is not of this training is passed over."""
         try:
-            with safe_open(path, "pt") as file:
-                numbers = json.loads((file.metadata() or {})["state"])
-                shapes = {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
-            wanted = {n: tuple(p.shape) for n, p in self.parameters.items()}
-            if any(shapes.get(f"{kind}.{n}") != s for n, s in wanted.items() for kind in ("now", "exp_avg")):
-                return
-            held = load_file(path)
-        except (SafetensorError, OSError, KeyError, ValueError):
+            with stored_tensors(path) as file:
+                numbers = json.loads(file.metadata["state"])
+                wanted = {n: tuple(p.shape) for n, p in self.parameters.items()}
+                if any(file.shapes.get(f"{kind}.{n}") != s for n, s in wanted.items() for kind in ("now", "exp_avg")):
+                    return
+                held = file.read(file.shapes)
+        except (BadInputError, KeyError, ValueError):
             return
         with torch.no_grad():
             for name, p in self.parameters.items():

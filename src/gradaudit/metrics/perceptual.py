@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
+from gradaudit.files import stored_tensors
 
 _LAYERS = ((0, 3, 64, 11, 4, 2), (3, 64, 192, 5, 1, 2), (6, 192, 384, 3, 1, 1), (8, 384, 256, 3, 1, 1),
            (10, 256, 256, 3, 1, 1))  # fmt: skip
@@ -88,18 +88,11 @@ def load_perceptual(path: Path) -> Perceptual:
     if not path.is_file():
         raise BadInputError(f"no weights of LPIPS at {path}; docs/cli.md says how the file is made")
     wanted = perceptual_shapes()
-    try:
-        with safe_open(path, "pt") as file:
-            names = set(file.keys())
-            for name, shape in wanted.items():
-                if name not in names or tuple(file.get_slice(name).get_shape()) != shape:
-                    raise BadInputError(
-                        f"{path} does not hold LPIPS of AlexNet: '{name}' of shape {list(shape)} is missing; "
-                        "docs/cli.md says how the file is made"
-                    )
-            found = {name: file.get_tensor(name).float() for name in wanted}
-    except (SafetensorError, OSError) as error:
-        raise BadInputError(f"{path} is truncated or not a safetensors file ({error})") from None
-    if not all(bool(t.isfinite().all()) for t in found.values()):
-        raise BadInputError(f"{path} holds NaN or infinite weights")
-    return Perceptual(found)
+    with stored_tensors(path) as file:
+        for name, shape in wanted.items():
+            if file.shapes.get(name) != shape:
+                raise BadInputError(
+                    f"{path} does not hold LPIPS of AlexNet: '{name}' of shape {list(shape)} is missing; "
+                    "docs/cli.md says how the file is made"
+                )
+        return Perceptual({name: tensor.float() for name, tensor in file.read(wanted, finite=True).items()})

@@ -78,11 +78,6 @@ def score(pairs: Sequence[Pair]) -> Scores:
     }
 
 
-def failed_scores(originals: Sequence[Sentence]) -> Scores:
-    """Return the scores of a batch whose attack failed: 0 wherever defined."""
-    return score([Pair(o, None, dict.fromkeys(KINDS, 0.0)) for o in originals])
-
-
 def _with_replacement(originals: Sequence[Sentence], guesses: Sequence[Sentence]) -> Scores:
     """Each original takes its best guess for each score, with replacement (Grab; DAGER on decoders)."""
     table = [[rouge(o.text, g.text) for g in guesses] for o in originals]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
+from gradaudit.files import stored_tensors
 from gradaudit.models.base import Model
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.state import fingerprint_of, remember
@@ -283,25 +284,17 @@ def image_module(spec: ModelSpec) -> LeNet | ResNet:
 
 
 def _read_weights(module: nn.Module, file: str, name: str) -> None:
-    from safetensors import SafetensorError, safe_open
-
     wanted = {n: tuple(p.shape) for n, p in module.named_parameters()}
     if not Path(file).is_file():
         raise BadInputError(f"model '{name}': there is no file {file}")
-    try:
-        with safe_open(file, framework="pt") as opened:  # shapes are read before any weight is
-            found = {n: tuple(opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118 - no mapping
-            if found != wanted:
-                odd = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
-                raise BadInputError(
-                    f"model '{name}': the weights in {file} are not of this architecture and number of classes "
-                    f"(they differ at '{odd}')"
-                )
-            weights = {n: opened.get_tensor(n) for n in wanted}
-    except (SafetensorError, OSError) as error:
-        raise BadInputError(f"model '{name}': {file} is not a readable safetensors file ({error})") from None
-    if not all(bool(w.isfinite().all()) for w in weights.values()):
-        raise BadInputError(f"model '{name}': the weights in {file} hold NaN or infinite values")
+    with stored_tensors(Path(file)) as opened:
+        if opened.shapes != wanted:
+            odd = sorted(set(opened.shapes.items()) ^ set(wanted.items()))[0][0]
+            raise BadInputError(
+                f"model '{name}': the weights in {file} are not of this architecture and number of classes "
+                f"(they differ at '{odd}')"
+            )
+        weights = opened.read(wanted, finite=True)
     with torch.no_grad():
         for n, p in module.named_parameters():
             p.copy_(weights[n])

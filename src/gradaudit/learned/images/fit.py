@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 import gradaudit
-from gradaudit.errors import BadInputError
 from gradaudit.learned.images.features import compared, output_layer
 from gradaudit.learned.images.inverter import ImageInverter, ImageManifest
 from gradaudit.learned.images.kernel import Kernel, fit_kernel
 from gradaudit.learned.images.network import ImageNetwork, ImageNetworkShape, in_slots
 from gradaudit.learned.manifest import Target
 from gradaudit.learned.scaling import Scaling, scaling_of
-from gradaudit.learned.training import Recipe, train
+from gradaudit.learned.training import Recipe, split, train
 from gradaudit.models.base import Model
 from gradaudit.progress import step as progressed
+from gradaudit.registry import describe, hyper
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import PublicImages
 
@@ -48,29 +48,30 @@ class Simulation(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is learned, and how.
+class ImagePlan:
+    """What is learned, and how: the hyperparameters of an attack that learns from public images."""
 
-    Args:
-        kernel: a kernel regression in place of a network.
-        width, hidden: of the network.
-        epochs: passes over the public images.
-        batch: updates a step.
-        learning_rate: Adam's, at its highest.
-        mirrored: every second pass sees the images mirrored.
-        validation: share of the public images that is held out.
-        patience: see `Recipe`.
-    """
-
-    kernel: bool
-    width: int
-    hidden: int
-    epochs: int
-    batch: int
-    learning_rate: float
-    mirrored: bool
-    validation: float
-    patience: int
+    inverter: str = hyper("", "folder of a fitted inverter; without one, 'run' and 'sweep' fit it from [public]")
+    learner: str = hyper(
+        "network",
+        "'network', or 'kernel': ridge regression in closed form, faster and better with few thousand images",
+        source="the paper's; the kernel is ours",
+    )
+    refine: int = hyper(
+        0,
+        "steps from what was read towards what explains the update best, as far from it as readings of public images "
+        "are; 0 only reads; learner = 'kernel'",
+        source="ours",
+        later=True,
+    )
+    width: int = hyper(3000, "of each hidden layer", source="section 4.2")
+    hidden: int = hyper(3, "hidden layers", source="section 4.2")
+    epochs: int = hyper(200, "passes over the public images", source="section 4.2")
+    batch: int = hyper(256, "updates a step", source="section 4.2")
+    learning_rate: float = hyper(1e-3, "Adam's, at its highest", source="ours, for scaled inputs; the paper has 1e-4")
+    mirrored: bool = hyper(True, "every second pass sees the public images mirrored", source="ours")
+    validation: float = hyper(0.05, "share of the public images held out to choose by", source="ours")
+    patience: int = hyper(6, "validations without a better one after which training stops; 0 never", source="ours")
 
 
 def fit_image_inverter(
@@ -78,9 +79,8 @@ def fit_image_inverter(
     public: PublicImages,
     target: Target,
     model: Model,
-    plan: Plan,
-    about: Mapping[str, Any],
-    folder: Path | None,
+    plan: ImagePlan,
+    folder: Path,
     rng: torch.Generator,
 ) -> ImageInverter:
     """Return an inverter learned from public images alone.
@@ -91,58 +91,45 @@ def fit_image_inverter(
         target: what the inverter is made for.
         model: the public model.
         plan: what is learned, and how.
-        about: the attack's hyperparameters, for the manifest.
-        folder: where a checkpoint is kept until it is done; None for none.
+        folder: where a checkpoint is kept until it is done.
         rng: of weights, order and simulation.
 
     Raises:
         BadInputError: too few images.
     """
     seed, size, count = draw_seed(rng), target.batch_size, len(public.labels)
-    held = max(1, round(plan.validation * (count // size)))
-    kept = count // size - held
-    if kept < 1:
-        raise BadInputError(
-            f"[public] has {count} images that no audited batch holds; an attack that learns from updates of {size} "
-            f"needs {2 * size} at least, and thousands to learn anything"
-        )
-    order = torch.randperm(count, generator=stream(seed, "split"))
-    held_out = _Updates(simulate, public, order[: held * size], size, stream(seed, "validation"), model.device)
-    shown = _Updates(
-        simulate, public, order[held * size : (held + kept) * size], size, stream(seed, "shown"), model.device
-    )
-    image = _image_of(public)
-    reader: ImageNetwork | Kernel
+    apart, rest = split(count, size, plan.validation, seed, "images")
+    held_out = _Updates(simulate, public, apart, size, stream(seed, "validation"), model.device)
+    shown = _Updates(simulate, public, rest, size, stream(seed, "shown"), model.device)
+    _, channels, height, width = public.images.shape
+    image = (channels, height, width)
+    sizes: dict[str, Any] = {"width": 0, "hidden": 0, "references": 0, "directions": 0, "steps": 0}
     output = None
-    if plan.kernel:
+    reader: ImageNetwork | Kernel
+    if plan.learner == "kernel":
         output = output_layer(model, target.tensors)
         reader, scaling, mse = _by_kernel(shown, held_out, plan.mirrored, target.tensors, output)
-        sizes = {"width": 0, "hidden": 0, "references": len(reader.references), "steps": 0}
+        sizes["references"] = len(reader.references)
+        sizes["directions"] = 0 if reader.spread is None else len(reader.spread.variances)
     else:
-        first = torch.arange(min(_SCALED, kept))
+        first = torch.arange(min(_SCALED, len(shown)))
         parts = [first[at : at + _AT_ONCE] for at in range(0, len(first), _AT_ONCE)]
         scaling = scaling_of(torch.cat([shown(rows, -1 - n, False)[0] for n, rows in enumerate(parts)]))
-        inputs = len(scaling.mean)
-        shape = ImageNetworkShape(inputs, plan.width, plan.hidden, size, image)
+        shape = ImageNetworkShape(len(scaling.mean), plan.width, plan.hidden, size, image)
         network = ImageNetwork(shape, stream(seed, "weights")).to(model.device)
-        checkpoint = None if folder is None else folder / "checkpoint.safetensors"
-        steps, mse = _by_network(network, shown, held_out, scaling, plan, seed, checkpoint)
-        sizes = {"width": plan.width, "hidden": plan.hidden, "references": 0, "steps": steps}
+        steps, mse = _by_network(network, shown, held_out, scaling, plan, seed, folder / "checkpoint.safetensors")
+        sizes |= {"width": plan.width, "hidden": plan.hidden, "steps": steps}
         reader = network.requires_grad_(False).eval().cpu()
     manifest = ImageManifest(
         program=gradaudit.__version__,
         target=target,
         image=image,
-        width=sizes["width"],
-        hidden=sizes["hidden"],
-        references=sizes["references"],
         output=output,
-        directions=0 if not isinstance(reader, Kernel) or reader.spread is None else len(reader.spread.variances),
-        steps=sizes["steps"],
-        attack=dict(about),
+        attack=describe(plan),
         public=public.where,
         images=count,
         mse=mse,
+        **sizes,
     )
     return ImageInverter(manifest, reader, Scaling(scaling.mean.cpu(), scaling.deviation.cpu()))
 
@@ -198,9 +185,9 @@ def _by_network(
     shown: _Updates,
     held_out: _Updates,
     scaling: Scaling,
-    plan: Plan,
+    plan: ImagePlan,
     seed: int,
-    checkpoint: Path | None,
+    checkpoint: Path,
 ) -> tuple[int, float]:
     """Train a network in place and return the steps taken and its error on held-out images."""
     network.begin_with(shown.mean())
@@ -220,11 +207,6 @@ def _by_network(
     recipe = Recipe(steps, plan.learning_rate, True, max(1, min(steps // 20, 500)), plan.patience)
     found = train(network, batch, validate, recipe, checkpoint, "lti: training", _loss)
     return found.steps, -found.score
-
-
-def _image_of(public: PublicImages) -> tuple[int, int, int]:
-    _, channels, height, width = public.images.shape
-    return channels, height, width
 
 
 def _loss(made: Tensor, images: Tensor) -> Tensor:

@@ -31,7 +31,10 @@ from gradaudit.learned.text.features import sizes_of
 from gradaudit.learned.text.hashing import Hash
 from gradaudit.learned.text.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.text.network import Network, NetworkShape
+from gradaudit.learned.text.plan import Lesson
 from gradaudit.learned.text.word_pairs import WordPairs, load_pairs
+from gradaudit.learned.training import Trained
+from gradaudit.registry import describe
 from gradaudit.types import Observation
 
 _LARGEST_OUTPUT = 16 << 30
@@ -89,6 +92,10 @@ class Manifest(Plain):
             return LayeredShape(self.bins, own, self.bottleneck, self.width, self.length, self.classes)
         return NetworkShape(self.bins, self.bottleneck, self.width, size, self.length, self.classes)
 
+    def hash(self) -> Hash:
+        """Return the hash that the network was trained with."""
+        return Hash(sizes_of(self.target.tensors), self.bins, self.hash_seed, self.signed, self.apart)
+
 
 @dataclass(frozen=True)
 class Inverter:
@@ -124,8 +131,7 @@ class Inverter:
                 "takes, or than fits into memory"
             )
         device = next(iter(seen.tensors.values())).device
-        hash_ = Hash(sizes_of(about.target.tensors), about.bins, about.hash_seed, about.signed, about.apart)
-        values = hash_(((n, seen.tensors[n][None].float()) for n in about.target.tensors), 1, device)
+        values = about.hash()(((n, seen.tensors[n][None].float()) for n in about.target.tensors), 1, device)
         mean, deviation = self.scaling.mean.to(device), self.scaling.deviation.to(device)
         logits = self.network.to(device)(Scaling(mean, deviation)(values))[0]
         frame = {*seen.model.special.prefix, *seen.model.special.suffix}
@@ -183,6 +189,36 @@ def with_weights(shape: NetworkShape | LayeredShape, tensors: Mapping[str, Tenso
     return network.requires_grad_(False).eval()
 
 
-def new_manifest(**about: Any) -> Manifest:
-    """Return a manifest of this program's version."""
-    return Manifest(program=gradaudit.__version__, **about)
+def new_manifest(
+    lesson: Lesson, hash_: Hash, shape: NetworkShape | LayeredShape, trained: Trained, **more: Any
+) -> Manifest:
+    """Return the manifest of what came of a lesson.
+
+    Args:
+        lesson: what was learned from.
+        hash_: of the updates.
+        shape: of the network.
+        trained: its training.
+        more: entries beside these, or in their place.
+    """
+    vocabulary = lesson.model.vocabulary_size
+    about: dict[str, Any] = {
+        "program": gradaudit.__version__,
+        "target": lesson.target,
+        "bins": hash_.bins,
+        "hash_seed": hash_.seed,
+        "signed": hash_.signed,
+        "apart": hash_.apart,
+        "bottleneck": lesson.plan.bottleneck,
+        "width": shape.width,
+        "length": shape.length,
+        "classes": shape.classes,
+        "vocabulary": vocabulary,
+        "ends": shape.classes > vocabulary,
+        "attack": describe(lesson.plan),
+        "public": lesson.public.where,
+        "texts": len(lesson.public),
+        "steps": trained.steps,
+        "accuracy": trained.score,
+    }
+    return Manifest(**about | more)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,9 @@ from gradaudit.learned.text.hashing import Hash
 from gradaudit.learned.text.inverter import Inverter, new_manifest
 from gradaudit.learned.text.layers import LayeredNetwork, LayeredShape, Reader
 from gradaudit.learned.text.network import hits, loss_of
-from gradaudit.learned.text.plan import Lesson, Plan
+from gradaudit.learned.text.plan import Lesson
 from gradaudit.learned.text.words import begin_with_words, classes_of, word_vectors
-from gradaudit.learned.training import Recipe, train
+from gradaudit.learned.training import Recipe, Trained, train
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step as progressed
 from gradaudit.streams import stream
@@ -65,7 +64,7 @@ def fit_by_layers(lesson: Lesson) -> Inverter:
     known = word_vectors(model, plan.width)
     apart = _position_rows(model, target, length)
     own = apart[2] if apart is not None else 0
-    inputs = plan.bins + own
+    inputs = lesson.bins + own
     few = min(plan.references, len(shown))
     width = known.shape[1]
     if 4 * inputs * (few + length * width) > _LARGEST:
@@ -124,47 +123,21 @@ def fit_by_layers(lesson: Lesson) -> Inverter:
     def told_in(epoch: int) -> _Told:
         return every(shown_in(epoch), 0, f"shown in {epoch}", []) if epoch and plan.pseudo else learned
 
-    found, right = _train(network.reader, told_in, len(shown), checked, plan, lesson.folder, seed)
-    manifest = new_manifest(
-        learner="layers",
-        target=target,
-        bins=inputs,
-        hash_seed=lesson.hash_seed,
-        signed=plan.signed,
-        apart=apart,
-        bottleneck=plan.bottleneck,
-        width=width,
-        length=length,
-        classes=shape.classes,
-        vocabulary=vocabulary,
-        ends=ends,
-        attack=dict(lesson.about),
-        public=public.where,
-        texts=len(public),
-        steps=found,
-        accuracy=right,
-    )
+    found = _train(network.reader, told_in, checked, lesson)
+    manifest = new_manifest(lesson, hash_, shape, found, learner="layers")
     return Inverter(manifest, network.requires_grad_(False).eval(), scaling)
 
 
-def _train(
-    reader: Reader,
-    told_in: Callable[[int], _Told],
-    count: int,
-    checked: _Told,
-    plan: Plan,
-    folder: Path | None,
-    seed: int,
-) -> tuple[int, float]:
-    """Train a reader in place and return the steps taken and its accuracy on held-out public text.
+def _train(reader: Reader, told_in: Callable[[int], _Told], checked: _Told, lesson: Lesson) -> Trained:
+    """Train a reader in place and return what came of it, scored by its accuracy on held-out public text.
 
     Args:
         reader: what is trained.
         told_in: what is learned from in an epoch.
-        count: updates of an epoch.
         checked: held-out public text.
-        plan, folder, seed: see `Lesson`.
+        lesson: how it is learned.
     """
+    plan, seed, count = lesson.plan, lesson.seed, len(lesson.shown)
     each = -(-count // plan.batch)
     steps = plan.epochs * each
     told_once = lru_cache(1)(told_in)  # of one epoch at a time: each may be a gigabyte
@@ -181,9 +154,8 @@ def _train(
 
     every = max(1, min(steps // 20, 500))
     recipe = Recipe(steps, plan.learning_rate or _RATE, plan.decay, every, plan.patience)
-    checkpoint = None if folder is None else folder / "checkpoint.safetensors"
-    found = train(reader, batch, validate, recipe, checkpoint, "lti: training", loss_of)
-    return found.steps, found.score
+    checkpoint = lesson.folder / "checkpoint.safetensors"
+    return train(reader, batch, validate, recipe, checkpoint, "lti: training", loss_of)
 
 
 @torch.no_grad()

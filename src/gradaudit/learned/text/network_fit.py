@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gradaudit.learned.public import Public, Simulation, drawn_like
+from gradaudit.learned.public import Public, drawn_like
 from gradaudit.learned.scaling import Scaling, scaling_of
 from gradaudit.learned.text.features import Examples, hashed, noised, sizes_of
 from gradaudit.learned.text.hashing import Hash
 from gradaudit.learned.text.inverter import Inverter, new_manifest
 from gradaudit.learned.text.network import Network, NetworkShape, hits, loss_of
-from gradaudit.learned.text.plan import Lesson, Plan
+from gradaudit.learned.text.plan import Lesson
 from gradaudit.learned.text.words import begin_with_words, classes_of, word_vectors
-from gradaudit.learned.training import Recipe, train
+from gradaudit.learned.training import Recipe, Trained, train
+from gradaudit.registry import describe
 from gradaudit.streams import draw_seed, stream
 
 RATES = (1e-3, 1e-4, 1e-5)
 """Learning rates that are tried where none is given (LTI, section 4.1)."""
 _SCALED = 1024
 """Updates that the scaling of the inputs is taken from."""
+_Source = Callable[[int], tuple[Tensor, Public]]
+"""Gives the hashed updates of a step, and their texts."""
 
 
 def fit_network(lesson: Lesson) -> Inverter:
     """Return an inverter that reads by LTI's network."""
-    simulation, target, model, plan = lesson.simulation, lesson.target, lesson.model, lesson.plan
-    public, shown, held_out, seed = lesson.public, lesson.shown, lesson.held_out, lesson.seed
-    size, vocabulary = target.batch_size, model.vocabulary_size
-    kept = len(shown) // size
-    hash_ = Hash(sizes_of(target.tensors), plan.bins, lesson.hash_seed, plan.signed)
-    checked = Examples(simulation, hash_, held_out, size, stream(seed, "validation"), "lti: validation")
-    source: _Source = (
-        _Drawn(simulation, hash_, shown, plan, size, model.special.ids, stream(seed, "drawn"))
-        if plan.pseudo
-        else _Shown(simulation, hash_, shown, plan, size, stream(seed, "shown"))
-    )
+    model, plan, public, seed = lesson.model, lesson.plan, lesson.public, lesson.seed
+    size, vocabulary = lesson.target.batch_size, model.vocabulary_size
+    kept = len(lesson.shown) // size
+    hash_ = Hash(sizes_of(lesson.target.tensors), lesson.bins, lesson.hash_seed, plan.signed)
+    checked = Examples(lesson.simulation, hash_, lesson.held_out, size, stream(seed, "validation"), "lti: validation")
+    source = _drawn(lesson, hash_) if plan.pseudo else _shown(lesson, hash_)
     ends = not bool(public.mask.all())
-    shape = NetworkShape(plan.bins, plan.bottleneck, plan.width, size, public.ids.shape[1], vocabulary + ends)
+    shape = NetworkShape(hash_.bins, plan.bottleneck, plan.width, size, public.ids.shape[1], vocabulary + ends)
     scaling = scaling_of(torch.cat([source(-1 - n)[0] for n in range(-(-min(_SCALED, 16 * kept) // plan.batch))]))
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -53,38 +51,20 @@ def fit_network(lesson: Lesson) -> Inverter:
     steps = plan.epochs * -(-kept // plan.batch)
     every = max(1, min(steps // 20, 500))
 
-    def trained(rate: float, most: int, checkpoint: Path | None, what: str) -> tuple[Network, float, int]:
+    def trained(rate: float, most: int, checkpoint: Path | None, what: str) -> tuple[Network, Trained]:
         network = Network(shape, stream(seed, "weights")).to(public.ids.device)
         if plan.own_words:
-            begin_with_words(network.shared, word_vectors(model, plan.width), shown)
+            begin_with_words(network.shared, word_vectors(model, plan.width), lesson.shown)
         recipe = Recipe(most, rate, plan.decay, min(every, most), plan.patience)
         loss = partial(loss_of, squared=plan.squared)
-        found = train(network, batch, validate, recipe, checkpoint, what, loss)
-        return network, found.score, found.steps
+        return network, train(network, batch, validate, recipe, checkpoint, what, loss)
 
-    rate = plan.learning_rate
-    checkpoint = None if lesson.folder is None else lesson.folder / "checkpoint.safetensors"
-    if not rate:
-        tries = {r: trained(r, min(plan.trial, steps), None, f"lti: trying a rate of {r:g}")[1] for r in RATES}
-        rate = max(tries, key=lambda r: tries[r])
-    network, right, taken = trained(rate, steps, checkpoint, "lti: training")
-    manifest = new_manifest(
-        target=target,
-        bins=plan.bins,
-        hash_seed=hash_.seed,
-        signed=plan.signed,
-        bottleneck=plan.bottleneck,
-        width=plan.width,
-        length=shape.length,
-        classes=shape.classes,
-        vocabulary=vocabulary,
-        ends=ends,
-        attack={**lesson.about, "learning_rate": rate},
-        public=public.where,
-        texts=len(public),
-        steps=taken,
-        accuracy=right,
-    )
+    def tried(rate: float) -> float:
+        return trained(rate, min(plan.trial, steps), None, f"lti: trying a rate of {rate:g}")[1].score
+
+    rate = plan.learning_rate or max(RATES, key=tried)
+    network, found = trained(rate, steps, lesson.folder / "checkpoint.safetensors", "lti: training")
+    manifest = new_manifest(lesson, hash_, shape, found, attack=describe(plan) | {"learning_rate": rate})
     return Inverter(manifest, network.requires_grad_(False).eval(), scaling)
 
 
@@ -100,44 +80,30 @@ def accuracy(network: Network, scaling: Scaling, examples: Examples, vocabulary:
     return right / count
 
 
-class _Shown:
-    """Batches of the public text, shuffled every epoch."""
+def _shown(lesson: Lesson, hash_: Hash) -> _Source:
+    """Return what gives batches of the public text, shuffled every epoch."""
+    rng = stream(lesson.seed, "shown")
+    seed, size = draw_seed(rng), lesson.plan.batch
+    examples = Examples(
+        lesson.simulation, hash_, lesson.shown, lesson.target.batch_size, rng, "lti: simulating updates"
+    )
+    each = -(-len(examples) // size)
 
-    def __init__(
-        self, simulation: Simulation, hash_: Hash, texts: Public, plan: Plan, size: int, rng: torch.Generator
-    ) -> None:
-        self._seed, self._batch = draw_seed(rng), plan.batch
-        self._examples = Examples(simulation, hash_, texts, size, rng, "lti: simulating updates")
-
-    def __call__(self, step: int) -> tuple[Tensor, Public]:
-        count = len(self._examples)
-        each = -(-count // self._batch)
+    def batch(step: int) -> tuple[Tensor, Public]:
         epoch, place = divmod(step, each)
-        order = torch.randperm(count, generator=stream(self._seed, "order", epoch))
-        return self._examples(order[place * self._batch : (place + 1) * self._batch], step)
+        order = torch.randperm(len(examples), generator=stream(seed, "order", epoch))
+        return examples(order[place * size : (place + 1) * size], step)
+
+    return batch
 
 
-class _Drawn:
-    """Batches of words drawn from the public text (LTI-P), fresh every step."""
+def _drawn(lesson: Lesson, hash_: Hash) -> _Source:
+    """Return what gives batches of words drawn from the public text (LTI-P), fresh every step."""
+    seed, size, plan = draw_seed(stream(lesson.seed, "drawn")), lesson.target.batch_size, lesson.plan
 
-    def __init__(
-        self,
-        simulation: Simulation,
-        hash_: Hash,
-        texts: Public,
-        plan: Plan,
-        size: int,
-        special: Collection[int],
-        rng: torch.Generator,
-    ) -> None:
-        self._simulation, self._hash, self._texts = simulation, hash_, texts
-        self._seed, self._count, self._size = draw_seed(rng), plan.batch * size, size
-        self._special, self._piece = special, plan.piece
+    def batch(step: int) -> tuple[Tensor, Public]:
+        rng = stream(seed, "step", step)
+        texts = drawn_like(lesson.shown, plan.batch * size, lesson.model.special.ids, rng, plan.piece)
+        return noised(hashed(lesson.simulation, hash_, texts, size, rng), hash_, rng), texts
 
-    def __call__(self, step: int) -> tuple[Tensor, Public]:
-        rng = stream(self._seed, "step", step)
-        texts = drawn_like(self._texts, self._count, self._special, rng, self._piece)
-        return noised(hashed(self._simulation, self._hash, texts, self._size, rng), self._hash, rng), texts
-
-
-_Source = _Shown | _Drawn
+    return batch

@@ -13,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
+from gradaudit.files import stored_tensors
 from gradaudit.learned.text.network import in_slots
 
 PAIRS = "pairs.safetensors"
@@ -157,18 +157,13 @@ def load_pairs(folder: Path, count: int, classes: int) -> WordPairs:
         BadInputError: missing, truncated, or not what the manifest describes.
     """
     path = folder / PAIRS
-    wanted = {"keys": ((count,), "I64"), "counts": ((count,), "F32"), "words": ((classes,), "F32")}
-    try:
-        with safe_open(path, "pt") as file:
-            parts = {n: file.get_slice(n) for n in file.keys()}  # noqa: SIM118 - not a mapping
-            if {n: (tuple(p.get_shape()), p.get_dtype()) for n, p in parts.items()} != wanted:
-                raise BadInputError(f"{path} does not hold the word pairs that the manifest describes; it is damaged")
-            found = WordPairs(*(file.get_tensor(n) for n in ("keys", "counts", "words")))
-    except (SafetensorError, OSError) as error:
-        raise BadInputError(f"{path} is missing, truncated or not a safetensors file ({error})") from None
+    shapes, dtypes = {"keys": (count,), "counts": (count,), "words": (classes,)}, {"keys": "I64"}
+    with stored_tensors(path) as file:
+        if file.shapes != shapes or file.dtypes != dict.fromkeys(shapes, "F32") | dtypes:
+            raise BadInputError(f"{path} does not hold the word pairs that the manifest describes; it is damaged")
+        found = WordPairs(**file.read(shapes, finite=True))
     keys = found.keys
     in_order = bool((keys[1:] > keys[:-1]).all()) and bool((keys >= 0).all()) and bool((keys < classes**2).all())
-    counted = bool((found.counts >= 1).all()) and bool((found.words >= 0).all())
-    if not (in_order and counted and bool(found.counts.isfinite().all()) and bool(found.words.isfinite().all())):
+    if not (in_order and bool((found.counts >= 1).all()) and bool((found.words >= 0).all())):
         raise BadInputError(f"{path} holds word pairs that no text has; it is damaged")
     return found
