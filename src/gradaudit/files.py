@@ -17,6 +17,8 @@ from torch import Tensor
 from gradaudit.errors import BadInputError
 
 M = TypeVar("M", bound=BaseModel)
+_LARGEST_MANIFEST = 16 << 20
+"""Bytes of a manifest that is read."""
 
 
 def append_line(path: Path, item: BaseModel, private: bool = False) -> None:
@@ -56,6 +58,27 @@ def read_lines(path: Path, kind: type[M]) -> Iterator[M]:
             yield kind.model_validate_json(line)
         except ValidationError as error:
             raise BadInputError(f"{path} line {number} is not a {kind.__name__} ({error.errors()[0]['msg']})") from None
+
+
+def read_manifest(path: Path, kind: type[M], what: str) -> M:
+    """Return the manifest in a file, which may come from elsewhere.
+
+    Args:
+        path: of the file, which is there.
+        kind: of manifest.
+        what: the same in words.
+
+    Raises:
+        BadInputError: far too large, or not such a manifest.
+    """
+    if path.stat().st_size > _LARGEST_MANIFEST:
+        raise BadInputError(f"{path} is larger than any manifest; not read")
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BadInputError(f"{path} is not {what} ({where}: {first['msg']})") from None
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradaudit
+from gradaudit import files
 from gradaudit.bundles.model import ModelEntry, load_bundle_model
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
-from gradaudit.files import stored_tensors
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
@@ -34,7 +34,6 @@ from gradaudit.types import Knowledge, LocalTraining, Observation, Update, Updat
 
 MANIFEST, TENSORS = "manifest.json", "update.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_LARGEST_MANIFEST = 16 << 20
 MOST_EXAMPLES = 4096
 """Of a batch that a manifest may name: attacks make room for each before they look at the update."""
 
@@ -168,9 +167,7 @@ def load_bundle(
         )
     loaded = load_bundle_model(folder, manifest.model, (folder / TENSORS).stat().st_size, device, model, blocks)
     if blocks is not None:
-        strange = _misfits(whole_shapes(loaded.spec), shapes)
-        if strange:
-            raise BadInputError(_told(folder, strange))
+        _refuse(folder, _misfits(whole_shapes(loaded.spec), shapes))
         here = loaded.parameters()
         shapes = {name: shape for name, shape in shapes.items() if name in here}
     elif loaded.fingerprint() != manifest.model.fingerprint:
@@ -178,20 +175,16 @@ def load_bundle(
             f"the bundle names another model: it was made with weights {manifest.model.fingerprint[:12]}, and "
             f"'{model or manifest.model.name}' has {loaded.fingerprint()[:12]}"
         )
-    misfits = [f for f in fit(loaded, shapes) if f.level == "error"]
-    if misfits:
-        raise BadInputError(_told(folder, misfits))
+    _refuse(folder, fit(loaded, shapes))
     if _sha256(folder / TENSORS) != manifest.sha256:
         raise BadInputError(f"{folder / TENSORS} is not the file that {MANIFEST} describes (sha256 differs)")
-    with stored_tensors(folder / TENSORS) as file:
+    with files.stored_tensors(folder / TENSORS) as file:
         tensors = {name: tensor.to(device or "cpu") for name, tensor in file.read(shapes).items()}
     findings = preflight(loaded, tensors)
     if blocks is not None:
         text = f"only {blocks} blocks of the model were loaded: its weights were not checked against the bundle's"
         findings.append(Finding("warning", text))
-    errors = [f for f in findings if f.level == "error"]
-    if errors:
-        raise BadInputError(_told(folder, errors))
+    _refuse(folder, findings)
     return Bundle(manifest, loaded, tensors, tuple(findings))
 
 
@@ -206,13 +199,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise BadInputError(f"{folder} is not an update bundle: it has no {MANIFEST} (see gradaudit.capture)")
-    if path.stat().st_size > _LARGEST_MANIFEST:
-        raise BadInputError(f"{path} is larger than any manifest; not read")
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise BadInputError(f"{path} is not a manifest ({'.'.join(map(str, first['loc']))}: {first['msg']})") from None
+    return files.read_manifest(path, Manifest, "a manifest")
 
 
 def fit(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
@@ -293,10 +280,26 @@ def read_knowledge(data: Mapping[str, Any]) -> Knowledge:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise BadInputError(f"the manifest's knowledge is not understood ({where}: {first['msg']})") from None
-    problem = _problem(known) or _strange_defense(known)
+    problem = _problem(known)
     if problem:
         raise BadInputError(f"the manifest's knowledge is not understood ({problem})")
+    told_defenses(known)
     return known
+
+
+def told_defenses(known: Knowledge) -> list[Any]:
+    """Return the defenses that an attacker was told of.
+
+    Raises:
+        BadInputError: a name or a field that there is not.
+    """
+    try:
+        return [
+            build("defense", str(told.get("name", "")), {k: v for k, v in told.items() if k != "name"})
+            for told in known.defenses or ()
+        ]
+    except AuditError as error:
+        raise BadInputError(f"the manifest's knowledge is not understood (defenses: {error})") from None
 
 
 def _problem(known: Knowledge) -> str:
@@ -326,20 +329,12 @@ def _problem(known: Knowledge) -> str:
     return ""
 
 
-def _strange_defense(known: Knowledge) -> str:
-    """Return what is wrong with the defenses that a manifest names; empty for nothing."""
-    for told in known.defenses or ():
-        fields = {name: value for name, value in told.items() if name != "name"}
-        try:
-            build("defense", str(told.get("name", "")), fields)
-        except AuditError as error:
-            return f"defenses: {error}"
-    return ""
-
-
-def _told(folder: Path, findings: list[Finding]) -> str:
-    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    return f"the update in {folder} cannot be attacked: {findings[0].text}{more}"
+def _refuse(folder: Path, findings: list[Finding]) -> None:
+    """Raise the first error among findings, where there is one."""
+    errors = [finding.text for finding in findings if finding.level == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise BadInputError(f"the update in {folder} cannot be attacked: {errors[0]}{more}")
 
 
 def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
@@ -347,7 +342,7 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         raise BadInputError(f"{path.parent} is not an update bundle: it has no {TENSORS}")
     if path.stat().st_size == 0:
         raise BadInputError(f"{path} is empty")
-    with stored_tensors(path) as file:
+    with files.stored_tensors(path) as file:
         for name, dtype in file.dtypes.items():
             if dtype not in _FLOATS:
                 raise BadInputError(

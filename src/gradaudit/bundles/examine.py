@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.audit.prepare import uncountered
-from gradaudit.bundles.bundle import load_bundle, read_manifest
+from gradaudit.bundles.bundle import load_bundle, read_manifest, told_defenses
 from gradaudit.case import parse_value
 from gradaudit.data.png import png
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -121,8 +121,7 @@ def examine(
     built = build("attack", attack, values)
     bundle = load_bundle(folder, device, model, blocks)
     seen = replace(bundle.observation(Selection(selection)), known=known)
-    told = [build("defense", d["name"], {k: v for k, v in d.items() if k != "name"}) for d in _defenses(seen.knowledge)]
-    without = uncountered(built, told, bundle.model, seen.knowledge.batch_size)
+    without = uncountered(built, told_defenses(seen.knowledge), bundle.model, seen.knowledge.batch_size)
     if without is not None:
         raise NotSupportedError(
             f"attack '{attack}' has no counter to '{without}' here, which the bundle says acts on the update; choose "
@@ -150,10 +149,5 @@ def examine(
 
 def _shown(found: Reconstruction) -> list[Tensor]:
     """Return the recovered images that can be shown: NaN is no picture."""
-    return (
-        [image.detach().cpu() for image in found.images if image.isfinite().all()] if found.images is not None else []
-    )
-
-
-def _defenses(known: Knowledge) -> Sequence[Mapping[str, Any]]:
-    return known.defenses or ()
+    images = () if found.images is None else found.images.detach().cpu()
+    return [image for image in images if image.isfinite().all()]

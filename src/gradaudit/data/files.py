@@ -11,8 +11,13 @@ from gradaudit.data.tables import Table, row_place
 from gradaudit.errors import BadInputError
 
 
-def found_file(path: str, base: Path) -> Path:
+def found_file(path: str, base: Path, folders: bool = False) -> Path:
     """Return the file of a path, from a folder (the case file's) or else from the current one.
+
+    Args:
+        path: of the file.
+        base: the folder.
+        folders: a folder will do in place of a file.
 
     Raises:
         BadInputError: there is none, or it is a folder.
@@ -21,7 +26,7 @@ def found_file(path: str, base: Path) -> Path:
         wanted = Path(path).expanduser()
         for folder in (base, Path()):
             file = folder / wanted
-            if file.is_dir():
+            if file.is_dir() and not folders:
                 raise BadInputError(f"{path} is a folder; give the path of one file in it")
             if file.exists():
                 return file
@@ -29,16 +34,6 @@ def found_file(path: str, base: Path) -> Path:
         raise BadInputError(f"{path} cannot be looked up ({error}); check the path") from error
     tried = "" if wanted.is_absolute() else f" in {base.resolve()} or the current folder"
     raise BadInputError(f"there is no file {path}{tried}; check the path")
-
-
-def _read(file: Path, where: str) -> bytes:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"{where} cannot be read ({error.strerror}); check the file and its permissions") from error
-    if not data.strip():
-        raise BadInputError(f"{where} is empty; give a file with at least one row")
-    return data
 
 
 def hub_table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from gradaudit.data.columns import labels_of, pick
 from gradaudit.data.draw import shuffled
-from gradaudit.data.files import hub_table, named_hub_table
+from gradaudit.data.files import found_file, hub_table, named_hub_table
 from gradaudit.data.named import NAMED, SetName, local_files, local_table
 from gradaudit.data.rows import BINDERS, MARKS, READERS
 from gradaudit.data.spec import PublicSpec, SourceSpec
-from gradaudit.data.tables import Table, parquet
+from gradaudit.data.tables import Table, contents, parquet
 from gradaudit.errors import BadInputError
 from gradaudit.models.images import ImageModel
 from gradaudit.types import ImageBatch, PublicImages
@@ -89,16 +89,12 @@ def load_images(spec: SourceSpec, base: Path) -> ImageRows:
         raise BadInputError('words are no images: give [public] a path or a hub id, or source = "digits"')
     if spec.path is None:
         return _digits()
-    place = _find(spec.path, base)
+    place = found_file(spec.path, base, folders=True)
     if place.is_dir():
         return _folder(place, spec.path)
     if place.suffix.lower() != ".parquet":
         raise BadInputError(f"{spec.path} holds no images: give a parquet file, or a folder with a folder for a class")
-    try:
-        data = place.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"{spec.path} cannot be read ({error.strerror})") from None
-    return _of_table(parquet(data, spec.path), spec.image, label, ())
+    return _of_table(parquet(contents(place, spec.path), spec.path), spec.image, label, ())
 
 
 def public_images(
@@ -180,14 +176,6 @@ def _named(name: SetName, spec: SourceSpec) -> ImageRows:
     return _of_table(table, known.hub_image, known.hub_label, declared)
 
 
-def _find(path: str, base: Path) -> Path:
-    wanted = Path(path).expanduser()
-    for folder in (base, Path()):
-        if (folder / wanted).exists():
-            return folder / wanted
-    raise BadInputError(f"there is no file or folder {path}; check the path")
-
-
 def _folder(place: Path, where: str) -> ImageRows:
     classes = sorted(p.name for p in place.iterdir() if p.is_dir() and not p.name.startswith("."))
     files = [
@@ -199,14 +187,7 @@ def _folder(place: Path, where: str) -> ImageRows:
     if not files:
         raise BadInputError(f"{where} holds no images: it must have a folder for each class with {', '.join(ENDINGS)}")
     _check_count(len(files), where)
-    return _decoded((_bytes_of(file) for file, _ in files), [str(f) for f, _ in files], files, classes, where)
-
-
-def _bytes_of(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"{file} cannot be read ({error.strerror})") from None
+    return _decoded(((contents(f, str(f)), str(f)) for f, _ in files), [label for _, label in files], classes, where)
 
 
 def _of_table(table: Table, image: str | int, label: str | int, declared: tuple[str, ...]) -> ImageRows:
@@ -214,14 +195,8 @@ def _of_table(table: Table, image: str | int, label: str | int, declared: tuple[
     _check_count(len(values), table.where)
     labels, classes = labels_of(table, pick(table, "label", label), declared)
     places = [f"{table.place(row)} of {table.where}" for row in range(len(values))]
-    numbered = list(zip(values, labels, strict=True))
-    return _decoded(
-        (_encoded(value, place) for value, place in zip(values, places, strict=True)),
-        places,
-        numbered,
-        classes,
-        table.where,
-    )
+    encoded = ((_encoded(value, place), place) for value, place in zip(values, places, strict=True))
+    return _decoded(encoded, labels, classes, table.where)
 
 
 def _encoded(value: Any, place: str) -> bytes:
@@ -237,12 +212,13 @@ def _check_count(count: int, where: str) -> None:
 
 
 def _decoded(
-    encoded: Any, places: Sequence[str], numbered: Sequence[tuple[Any, int]], classes: Sequence[str], where: str
+    encoded: Iterable[tuple[bytes, str]], labels: Sequence[int], classes: Sequence[str], where: str
 ) -> ImageRows:
-    """Return the rows of encoded images, all gray or all colored, of one size."""
-    images, total = [], 0
-    for data, place in zip(encoded, places, strict=True):
+    """Return the rows of encoded images, each with its place in words: all gray or all colored, of one size."""
+    images, places, total = [], [], 0
+    for data, place in encoded:
         images.append(_image(data, place))
+        places.append(place)
         total += images[-1].nbytes
         if total > MOST_BYTES:
             raise BadInputError(f"{where} holds more than {MOST_BYTES >> 20} MiB of pixels; take a part of it")
@@ -253,7 +229,7 @@ def _decoded(
         if array.shape != first:
             sizes = f"{array.shape[2]} x {array.shape[1]} pixels, the first {first[2]} x {first[1]}"
             raise BadInputError(f"{place} has {sizes}; bring all images to one size first")
-    return _made(torch.from_numpy(np.stack(made)), [label for _, label in numbered], classes, where)
+    return _made(torch.from_numpy(np.stack(made)), labels, classes, where)
 
 
 def _image(data: bytes, place: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gradaudit.data.tables import Table, decoded, parquet, separated
+from gradaudit.data.tables import Table, contents, decoded, parquet, separated
 from gradaudit.errors import BadInputError
 from gradaudit.models.packages import cache_folder
 
@@ -145,7 +145,7 @@ def local_table(name: SetName, split: str, files: tuple[Path, ...]) -> tuple[Tab
         BadInputError: a file that cannot be read, or is laid out in another way.
     """
     known, where = NAMED[name], f"{name} ({split})"
-    read = tuple(_read(file) for file in files)
+    read = tuple(contents(file, str(file)) for file in files)
     if len(files) > 1:
         data = "".join(_of_class(label, part, where) for label, part in enumerate(read)).encode()
         return separated(data, where, header=False, tab=True), data
@@ -158,13 +158,3 @@ def _of_class(label: int, data: bytes, where: str) -> str:
     """Return the sentences of a file that holds one class, a line each, as rows with their label in front."""
     lines = io.StringIO(decoded(data, where), newline=None)
     return "".join(f"{label}\t{' '.join(line.split())}\n" for line in lines if line.strip())
-
-
-def _read(file: Path) -> bytes:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise BadInputError(f"{file} cannot be read ({error.strerror}); check its permissions") from error
-    if not data.strip():
-        raise BadInputError(f"{file} is empty; put the data set's own file there")
-    return data

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gradaudit.errors import BadInputError
@@ -25,6 +26,27 @@ class Table:
     column: Callable[[int], list[Any]]
     place: Callable[[int], str]
     first_line_names: bool = False
+
+
+def contents(file: Path, where: str) -> bytes:
+    """Return the bytes of a file that is named in words.
+
+    Raises:
+        BadInputError: it cannot be read, or is empty.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise BadInputError(f"{where} cannot be read ({error.strerror}); check the file and its permissions") from error
+    if not data.strip():
+        raise BadInputError(f"{where} is empty; give a file with at least one row")
+    return data
+
+
+def some(rows: int, where: str) -> None:
+    """Refuse a source without rows."""
+    if not rows:
+        raise BadInputError(f"{where} holds no rows; give a file with at least one")
 
 
 def decoded(data: bytes, where: str) -> str:
@@ -64,8 +86,7 @@ def separated(data: bytes, where: str, header: bool, *, tab: bool) -> Table:
     finally:
         csv.field_size_limit(limit)
     first = 1 if header else 0
-    if len(records) == first:
-        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    some(len(records[first:]), where)
     width = len(records[0])
     for record, start in zip(records, starts, strict=True):
         if len(record) != width:
@@ -102,8 +123,7 @@ def jsonl(data: bytes, where: str) -> Table:
             )
         records.append(record)
         starts.append(number)
-    if not records:
-        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    some(len(records), where)
     names = tuple(dict.fromkeys(name for record in records for name in record))
 
     def column(number: int) -> list[Any]:
@@ -127,8 +147,7 @@ def parquet(data: bytes, where: str) -> Table:
         rows = file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise BadInputError(f"{where} is not a readable parquet file; write it again") from error
-    if not rows:
-        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    some(rows, where)
 
     def column(number: int) -> list[Any]:
         try:

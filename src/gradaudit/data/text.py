@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from gradaudit.data.columns import labels_of, pick, texts_of
-from gradaudit.data.files import _read, found_file, hub_table, named_hub_table
+from gradaudit.data.files import found_file, hub_table, named_hub_table
 from gradaudit.data.frequencies import drawn_texts
 from gradaudit.data.named import NAMED, SetName, local_files, local_table
 from gradaudit.data.rows import BINDERS, MARKS, READERS
 from gradaudit.data.spec import PublicSpec, SourceSpec
-from gradaudit.data.tables import Table, decoded, jsonl, parquet, separated
+from gradaudit.data.tables import Table, contents, decoded, jsonl, parquet, separated, some
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import TextModel
 from gradaudit.models.transformers import TransformersModel
@@ -95,7 +95,7 @@ def load_rows(spec: SourceSpec, base: Path) -> TextRows:
         raise BadInputError(
             f"{spec.path} has {shown} and so no known format; rename or convert it to one of {', '.join(ENDINGS)}"
         )
-    data = _read(file, spec.path)
+    data = contents(file, spec.path)
     if ending in (".txt", ".tokens"):
         for name, asked in (("text", spec.text != "text"), ("label", spec.label is not None)):
             if asked:
@@ -204,8 +204,7 @@ def _named_rows(name: SetName, spec: SourceSpec) -> TextRows:
 def _text_lines(data: bytes, where: str) -> TextRows:
     # not splitlines, which also breaks a text at form feeds and Unicode separators
     texts = tuple(line.removesuffix("\n") for line in io.StringIO(decoded(data, where), newline=None))
-    if not texts:
-        raise BadInputError(f"{where} holds no rows; give a file with at least one")
+    some(len(texts), where)
     return TextRows(texts, None, (), where, hashlib.sha256(data).hexdigest())
 
 

@@ -9,25 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.files import replacing, stored_tensors
+from gradaudit.files import read_manifest, replacing, stored_tensors
 from gradaudit.learned.scaling import Scaling
 from gradaudit.learned.text.word_pairs import PAIRS, WordPairs, save_pairs
 from gradaudit.models.spec import Loss, Task
 from gradaudit.types import Observation, UpdateKind
 
 P = TypeVar("P", bound="Plain")
-
-
 MANIFEST, WEIGHTS = "manifest.json", "inverter.safetensors"
-
-
-_LARGEST_MANIFEST = 16 << 20
 
 
 class Plain(BaseModel):
@@ -167,14 +162,7 @@ def read_manifest_of(folder: Path, kind: type[P]) -> P:
     path = folder / MANIFEST
     if not path.is_file():
         raise BadInputError(f"{folder} is not an inverter: it has no {MANIFEST} (see 'gradaudit fit')")
-    if path.stat().st_size > _LARGEST_MANIFEST:
-        raise BadInputError(f"{path} is larger than any manifest; not read")
-    try:
-        return kind.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise BadInputError(f"{path} is not the manifest of such an inverter ({where}: {first['msg']})") from None
+    return read_manifest(path, kind, "the manifest of such an inverter")
 
 
 def read_tensors(

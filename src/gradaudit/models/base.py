@@ -6,17 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradaudit.models.spec import ModelSpec
+from gradaudit.models.state import fingerprint_of, remember
 from gradaudit.models.taps import Dropout, Traced
 from gradaudit.models.views import View
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,12 @@ class FirstInputs:
 
 
 class Model(ABC):
-    """What models of text and of images have in common: named parameters, and state that attacks must not change."""
+    """What models of text and of images have in common: named parameters, and state that attacks must not change.
+
+    Args:
+        module: what computes; its parameters are the model's, and those without a gradient no client trains.
+        spec: how it was made.
+    """
 
     spec: ModelSpec
     width: int
@@ -65,18 +68,25 @@ class Model(ABC):
     depth: int
     """Text: blocks. Images: layers before the last one."""
 
+    def __init__(self, module: Any, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.module = module.eval()
+        self._parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self._untrained = tuple(name for name, p in self._parameters.items() if not p.requires_grad)
+        self._fingerprint: str | None = None
+
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the weights are."""
+        return next(iter(self._parameters.values())).device
 
-    @abstractmethod
     def parameters(self) -> dict[str, Tensor]:
         """Return every parameter by name (shared, not copied; never write into them)."""
+        return dict(self._parameters)
 
-    @abstractmethod
     def untrained(self) -> tuple[str, ...]:
-        """Return the names of the parameters that no client trains."""
+        """Return the names of the parameters that no client trains: all but adapters and head, where there are any."""
+        return self._untrained
 
     @abstractmethod
     def views(self, layer: int, role: str) -> list[View]:
@@ -94,20 +104,22 @@ class Model(ABC):
     def dropout_rate(self) -> float:
         """Return the largest dropout rate the model is configured with (0.0: training mode changes nothing)."""
 
-    @abstractmethod
     def weights_changed(self) -> None:
         """Forget what was computed from the weights."""
+        self._fingerprint = None
 
-    @abstractmethod
     def remember(self) -> Callable[[], bool]:
         """Note mode, flags and hooks; the returned function puts them back and says whether any had changed.
 
         Gradients that were left on the parameters are cleared, which is no change: an attack may use `.backward()`.
         """
+        return remember(self.module)
 
-    @abstractmethod
     def fingerprint(self) -> str:
         """Return the sha256 of all weights, which names the model a bundle was made with."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint_of(self._parameters)
+        return self._fingerprint
 
 
 class TextModel(Model):

@@ -30,11 +30,15 @@ class Family(ABC):
     absolute_positions: bool = True
     dropout_before_norm: bool = False
     base: str
-    """Attribute of the module that holds the model without its head."""
-    block_path: str
-    """Parameter prefix of block i, with {} for i."""
-    word: str
-    position: str | None
+    """Attribute of the module that holds the model without its head; paths below are inside it."""
+    block_list: str
+    """Path of the blocks."""
+    words: str
+    """Path of the word embedding."""
+    places: str | None
+    """Path of the position embedding; None without."""
+    roles: dict[str, str]
+    """Path of the matrix of each role inside a block."""
     head: tuple[str, ...]
     """Prefixes of the parameters outside the base that are the task head."""
 
@@ -42,15 +46,13 @@ class Family(ABC):
         self.module = module
         self.config = module.config
         self.core = getattr(module, self.base)
+        self.blocks: nn.ModuleList = self.core.get_submodule(self.block_list)
+        self.word = f"{self.base}.{self.words}.weight"
+        self.position = None if self.places is None else f"{self.base}.{self.places}.weight"
 
-    @property
-    @abstractmethod
-    def blocks(self) -> nn.ModuleList:
-        """The transformer blocks in order."""
-
-    @abstractmethod
     def views(self, layer: int, role: str) -> list[View]:
         """Return the views of a role (see `TextModel.views`)."""
+        return [self._matrix(layer, role, self.roles[role])]
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -99,24 +101,40 @@ class Family(ABC):
 
     def _matrix(self, layer: int, role: str, path: str, part: str = "", **where: Any) -> View:
         name = f"{layer}.{role}" + (f".{part}" if part else "")
-        return View(name, f"{self.block_path.format(layer)}.{path}.weight", **where)
+        return View(name, f"{self.base}.{self.block_list}.{layer}.{path}.weight", **where)
+
+
+def _hidden(out: Any) -> Tensor:
+    """Return the hidden states of what a block returned: by themselves, or first of several."""
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
 
 
 class _Encoder(Family):
     """What BERT, RoBERTa and MPNet share: post-norm blocks and an embedding module that takes position ids."""
 
     causal = False
-    roles: dict[str, str]
-    first_alone: Sequence[str] = ("intermediate", "output")
+    block_list = "encoder.layer"
+    words = "embeddings.word_embeddings"
+    places = "embeddings.position_embeddings"
+    head = ("classifier.",)
+    first_alone: Sequence[str] = ("attention.output", "intermediate", "output")
     """Modules of a block whose inputs have one row a token, and whose outputs go nowhere else."""
+    roles = {  # noqa: RUF012 - read-only table
+        "q": "attention.self.query",
+        "k": "attention.self.key",
+        "v": "attention.self.value",
+        "o": "attention.output.dense",
+        "f": "intermediate.dense",
+        "p": "output.dense",
+    }
 
-    @property
-    def blocks(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.core.encoder.layer
-        return layers
+    def position_ids(self, positions: Tensor) -> Tensor:
+        return positions + int(self.core.embeddings.padding_idx) + 1
 
-    def views(self, layer: int, role: str) -> list[View]:
-        return [self._matrix(layer, role, self.roles[role])]
+    def classify(self, out: Any, mask: Tensor) -> Tensor:
+        logits: Tensor = self.module.classifier(out.last_hidden_state)
+        return logits
 
     @contextmanager
     def classifying(self) -> Iterator[None]:
@@ -148,76 +166,40 @@ class _Encoder(Family):
     def run_block(
         self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
     ) -> Tensor:
-        out = self.blocks[layer](hidden, mask)
-        first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first
+        return _hidden(self.blocks[layer](hidden, mask))
 
 
 class Bert(_Encoder):
     """BERT: absolute positions, dropout after the embedding LayerNorm, tanh pooler on [CLS]."""
 
     base = "bert"
-    block_path = "bert.encoder.layer.{}"
-    word = "bert.embeddings.word_embeddings.weight"
-    position = "bert.embeddings.position_embeddings.weight"
-    head = ("classifier.",)
-    first_alone = ("attention.output", "intermediate", "output")
-    roles = {  # noqa: RUF012 - read-only table
-        "q": "attention.self.query",
-        "k": "attention.self.key",
-        "v": "attention.self.value",
-        "o": "attention.output.dense",
-        "f": "intermediate.dense",
-        "p": "output.dense",
-    }
+
+    def position_ids(self, positions: Tensor) -> Tensor:
+        return positions
 
     def classify(self, out: Any, mask: Tensor) -> Tensor:
         logits: Tensor = self.module.classifier(self.module.dropout(out.pooler_output))
         return logits
 
 
-class Roberta(Bert):
+class Roberta(_Encoder):
     """RoBERTa: BERT's blocks, positions that start after the padding id, a two-layer head."""
 
     base = "roberta"
-    block_path = "roberta.encoder.layer.{}"
-    word = "roberta.embeddings.word_embeddings.weight"
-    position = "roberta.embeddings.position_embeddings.weight"
-
-    def position_ids(self, positions: Tensor) -> Tensor:
-        return positions + int(self.core.embeddings.padding_idx) + 1
-
-    def classify(self, out: Any, mask: Tensor) -> Tensor:
-        logits: Tensor = self.module.classifier(out.last_hidden_state)
-        return logits
 
 
 class MPNet(_Encoder):
     """MPNet: absolute positions and a relative attention bias shared by all blocks."""
 
     base = "mpnet"
-    block_path = "mpnet.encoder.layer.{}"
-    word = "mpnet.embeddings.word_embeddings.weight"
-    position = "mpnet.embeddings.position_embeddings.weight"
-    head = ("classifier.",)
-    roles = {  # noqa: RUF012 - read-only table
-        "q": "attention.attn.q",
-        "k": "attention.attn.k",
-        "v": "attention.attn.v",
-        "o": "attention.attn.o",
-        "f": "intermediate.dense",
-        "p": "output.dense",
-    }
-
-    def position_ids(self, positions: Tensor) -> Tensor:
-        return positions + int(self.core.embeddings.padding_idx) + 1
+    first_alone = ("intermediate", "output")
+    roles = _Encoder.roles | {role: f"attention.attn.{role}" for role in "qkvo"}
 
     def run_block(
         self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
     ) -> Tensor:
         bias = self.core.encoder.compute_position_bias(hidden)
-        out: Tensor = self.blocks[layer](hidden, mask, bias)[0]
-        return out
+        return _hidden(self.blocks[layer](hidden, mask, bias))
 
     def attention_bias(self, length: int) -> Tensor | None:
         table: Tensor = self.core.encoder.relative_attention_bias.weight
@@ -246,29 +228,34 @@ class MPNet(_Encoder):
             del encoder.compute_position_bias
 
 
-class GPT2(Family):
-    """GPT-2: absolute positions, dropout before the LayerNorm; q, k, v are thirds of one [in, 3 out] matrix."""
+class _Decoder(Family):
+    """What GPT-2 and Llama share: blocks that see what came before and normalize what they read."""
 
     causal = True
+    head = ("score.", "lm_head.")
+    first_norm: str
+    """The normalization before q, k and v, inside a block."""
+
+    def norm(self, layer: int, hidden: Tensor) -> Tensor:
+        out: Tensor = self.blocks[layer].get_submodule(self.first_norm)(hidden)
+        return out
+
+
+class GPT2(_Decoder):
+    """GPT-2: absolute positions, dropout before the LayerNorm; q, k, v are thirds of one [in, 3 out] matrix."""
+
     dropout_before_norm = True
     base = "transformer"
-    block_path = "transformer.h.{}"
-    word = "transformer.wte.weight"
-    position = "transformer.wpe.weight"
-    head = ("score.", "lm_head.")
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.core.h
-        return layers
+    block_list = "h"
+    words = "wte"
+    places = "wpe"
+    first_norm = "ln_1"
+    roles = dict.fromkeys("qkv", "attn.c_attn") | {"o": "attn.c_proj", "f": "mlp.c_fc", "p": "mlp.c_proj"}
 
     def views(self, layer: int, role: str) -> list[View]:
         d = int(self.config.hidden_size)
-        if role in "qkv":
-            start = "qkv".index(role) * d
-            return [self._matrix(layer, role, "attn.c_attn", rows=(start, start + d), transpose=True)]
-        path = {"o": "attn.c_proj", "f": "mlp.c_fc", "p": "mlp.c_proj"}[role]
-        return [self._matrix(layer, role, path, transpose=True)]
+        rows = ("qkv".index(role) * d, ("qkv".index(role) + 1) * d) if role in "qkv" else None
+        return [self._matrix(layer, role, self.roles[role], rows=rows, transpose=True)]
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.core.wte(ids) + self.core.wpe(positions)
@@ -282,46 +269,32 @@ class GPT2(Family):
     def run_block(
         self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
     ) -> Tensor:
-        out = self.blocks[layer](hidden, past, mask)
-        first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first
-
-    def norm(self, layer: int, hidden: Tensor) -> Tensor:
-        norm: Any = self.blocks[layer].ln_1
-        out: Tensor = norm(hidden)
-        return out
+        return _hidden(self.blocks[layer](hidden, past, mask))
 
 
-class Llama(Family):
+class Llama(_Decoder):
     """Llama: rotary positions, grouped keys and values, gated feed-forward (gate and up are both "f")."""
 
-    causal = True
     absolute_positions = False
     base = "model"
-    block_path = "model.layers.{}"
-    word = "model.embed_tokens.weight"
-    position = None
-    head = ("score.", "lm_head.")
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.core.layers
-        return layers
+    block_list = "layers"
+    words = "embed_tokens"
+    places = None
+    first_norm = "input_layernorm"
+    roles = {  # noqa: RUF012 - read-only table
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "f": "mlp.gate_proj",
+        "p": "mlp.down_proj",
+    }
 
     def views(self, layer: int, role: str) -> list[View]:
         if role == "f":
-            return [
-                self._matrix(layer, role, "mlp.gate_proj", "gate"),
-                self._matrix(layer, role, "mlp.up_proj", "up"),
-            ]
-        path = {
-            "q": "self_attn.q_proj",
-            "k": "self_attn.k_proj",
-            "v": "self_attn.v_proj",
-            "o": "self_attn.o_proj",
-            "p": "mlp.down_proj",
-        }[role]
-        return [self._matrix(layer, role, path)]
+            gate, up = self.roles["f"], "mlp.up_proj"
+            return [self._matrix(layer, role, gate, "gate"), self._matrix(layer, role, up, "up")]
+        return super().views(layer, role)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         out: Tensor = self.core.embed_tokens(ids)
@@ -340,13 +313,7 @@ class Llama(Family):
         out = self.blocks[layer](
             hidden, attention_mask=mask, position_ids=positions, past_key_values=past, position_embeddings=rotary
         )
-        first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first
-
-    def norm(self, layer: int, hidden: Tensor) -> Tensor:
-        norm: Any = self.blocks[layer].input_layernorm
-        out: Tensor = norm(hidden)
-        return out
+        return _hidden(out)
 
 
 FAMILIES: dict[str, type[Family]] = {

@@ -17,7 +17,6 @@ from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.files import stored_tensors
 from gradaudit.models.base import Model
 from gradaudit.models.spec import ModelSpec
-from gradaudit.models.state import fingerprint_of, remember
 from gradaudit.models.views import View
 from gradaudit.streams import global_stream, stream
 
@@ -35,12 +34,9 @@ class ImageModel(Model):
 
     def __init__(self, module: nn.Module, spec: ModelSpec, width: int, depth: int) -> None:
         assert spec.image is not None
-        self.spec = spec
+        super().__init__(module, spec)
         self.shape: tuple[int, int, int] = spec.image
-        self.module = module.eval()
         self.width, self.depth = width, depth
-        self._parameters: dict[str, Tensor] = dict(module.named_parameters())
-        self._fingerprint: str | None = None
 
     def logits(self, images: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return [B, classes].
@@ -92,12 +88,6 @@ class ImageModel(Model):
         """Return each image's own gradient by parameter name, [B, ...]; as `gradients` with batches of one."""
         return self.gradients(images[:, None], labels[:, None], params)
 
-    def parameters(self) -> dict[str, Tensor]:
-        return dict(self._parameters)
-
-    def untrained(self) -> tuple[str, ...]:
-        return ()
-
     def views(self, layer: int, role: str) -> list[View]:
         raise NotSupportedError(
             f"model '{self.spec.name}' has no attention and so no roles (q, k, v, o, f, p); select 'all' or 'head'"
@@ -110,27 +100,12 @@ class ImageModel(Model):
             raise unknown_name("parameter group", name, groups)
         return groups[name]
 
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
-
     @contextmanager
     def training_mode(self, rate: float | None = None) -> Iterator[None]:
         yield  # nothing drops out, and no layer knows a mode
 
     def dropout_rate(self) -> float:
         return 0.0
-
-    def weights_changed(self) -> None:
-        self._fingerprint = None
-
-    def remember(self) -> Callable[[], bool]:
-        return remember(self.module)
-
-    def fingerprint(self) -> str:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(self._parameters)
-        return self._fingerprint
 
 
 @dataclass(frozen=True)

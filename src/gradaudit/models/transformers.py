@@ -19,7 +19,6 @@ from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models.base import FirstInputs, Past, SpecialTokens, TextModel
 from gradaudit.models.families import FAMILIES, Family
 from gradaudit.models.spec import ModelSpec
-from gradaudit.models.state import fingerprint_of, remember
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
 from gradaudit.models.views import ROLES, View
 
@@ -102,8 +101,7 @@ class TransformersModel(TextModel):
             raise NotSupportedError(
                 f"model '{spec.name}' is of type '{kind}'; supported: {', '.join(sorted(FAMILIES))}"
             )
-        self.spec = spec
-        self.module = module.eval()
+        super().__init__(module, spec)
         self.tokenizer = tokenizer
         self.family = FAMILIES[kind](module)
         self._program = _Program(module, self.family, spec.task, spec.loaded)
@@ -118,14 +116,8 @@ class TransformersModel(TextModel):
         self.first_position_row = int(self.family.position_ids(probe)[0])
         self.max_length = int(config.max_position_embeddings) - self.first_position_row
         self.special = self._special_tokens()
-        self._parameters: dict[str, Tensor] = dict(module.named_parameters())
-        self._untrained = tuple(n for n, p in self._parameters.items() if not p.requires_grad)
-        self._fingerprint: str | None = None
 
     # parameters and roles
-
-    def parameters(self) -> dict[str, Tensor]:
-        return dict(self._parameters)
 
     def views(self, layer: int, role: str) -> list[View]:
         if role not in ROLES:
@@ -138,14 +130,6 @@ class TransformersModel(TextModel):
         """Return the adapter that reads what a matrix reads, [r, in], in place of a matrix that has one."""
         adapter = view.parameter.removesuffix("weight") + _ADAPTER
         return View(adapter, adapter) if adapter in self._parameters else view
-
-    def untrained(self) -> tuple[str, ...]:
-        """Return the names of the parameters that no client trains: all but adapters and head, where there are any."""
-        return self._untrained
-
-    def weights_changed(self) -> None:
-        """Forget what was computed from the weights."""
-        self._fingerprint = None
 
     def group(self, name: str) -> list[str]:
         table = [self.family.word] if self.family.position is None else [self.family.word, self.family.position]
@@ -389,22 +373,8 @@ class TransformersModel(TextModel):
 
     # bookkeeping
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.module.parameters()).device  # type: ignore[no-any-return]
-
-    def remember(self) -> Callable[[], bool]:
-        return remember(self.module)
-
-    def fingerprint(self) -> str:
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(self._parameters)
-        return self._fingerprint
-
     @contextmanager
     def training_mode(self, rate: float | None = None) -> Iterator[None]:
-        """Turn dropout on inside the block, at the rates the model is configured with or at one rate everywhere."""
         # Llama's attention keeps its rate in a plain attribute
         places = [
             (module, name)
@@ -424,7 +394,6 @@ class TransformersModel(TextModel):
                 setattr(module, name, old)
 
     def dropout_rate(self) -> float:
-        """Return the largest dropout rate the model is configured with (0.0: training mode changes nothing)."""
         rates = [m.p for m in self.module.modules() if isinstance(m, nn.Dropout)]
         named = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
         rates += [float(getattr(self.module.config, n, 0.0) or 0.0) for n in named]

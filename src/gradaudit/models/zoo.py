@@ -46,49 +46,29 @@ EMBEDDED: dict[str, Embedded] = {
     "mpnet": Embedded(packages.mpnet_folder, "MPNet, 12 x 768, 110M, real weights (404 MB once)"),
 }
 
+
+def _sizes(blocks: int, width: int, heads: int, inner: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": blocks,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": inner,
+    }
+
+
 _BERT = {"vocab_size": 30522}
+_GPT2 = {"vocab_size": 50257}
 _ROBERTA = {"vocab_size": 50262, "max_position_embeddings": 514, "type_vocab_size": 1}
+_GROUPED = {"num_key_value_heads": 2, "max_position_embeddings": 1024}
 SHAPES: dict[str, Shape] = {
-    "bert-tiny": Shape(
-        "bert",
-        "BERT, 2 x 128",
-        _BERT
-        | {
-            "hidden_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 512,
-        },
-    ),
-    "bert-base": Shape("bert", "BERT, 12 x 768", dict(_BERT)),
-    "bert-large": Shape(
-        "bert",
-        "BERT, 24 x 1024",
-        _BERT
-        | {
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-        },
-    ),
-    "roberta-base": Shape("roberta", "RoBERTa, 12 x 768, GPT-2's vocabulary", dict(_ROBERTA)),
-    "gpt2": Shape("gpt2", "GPT-2, 12 x 768", {"vocab_size": 50257}),
-    "gpt2-large": Shape(
-        "gpt2", "GPT-2 large, 36 x 1280", {"vocab_size": 50257, "n_embd": 1280, "n_layer": 36, "n_head": 20}
-    ),
+    "bert-tiny": Shape("bert", "BERT, 2 x 128", _BERT | _sizes(2, 128, 2, 512)),
+    "bert-base": Shape("bert", "BERT, 12 x 768", _BERT),
+    "bert-large": Shape("bert", "BERT, 24 x 1024", _BERT | _sizes(24, 1024, 16, 4096)),
+    "roberta-base": Shape("roberta", "RoBERTa, 12 x 768, GPT-2's vocabulary", _ROBERTA),
+    "gpt2": Shape("gpt2", "GPT-2, 12 x 768", _GPT2),
+    "gpt2-large": Shape("gpt2", "GPT-2 large, 36 x 1280", _GPT2 | {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
     "llama-small": Shape(
-        "llama",
-        "Llama, 8 x 512 with grouped keys, GPT-2's vocabulary",
-        {
-            "vocab_size": 50257,
-            "hidden_size": 512,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "intermediate_size": 1376,
-            "max_position_embeddings": 1024,
-        },
+        "llama", "Llama, 8 x 512 with grouped keys, GPT-2's vocabulary", _GPT2 | _GROUPED | _sizes(8, 512, 8, 1376)
     ),
 }
 RANDOM = "random:"
@@ -110,6 +90,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@_quiet()
 def load_model(spec: ModelSpec, device: torch.device | None = None) -> TransformersModel:
     """Return the model a spec names: embedded, "random:SHAPE", "random:FOLDER", a local folder, or a hub id.
 
@@ -123,11 +104,6 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> Transform
         BadInputError: no such model, or its files cannot be read.
         NotSupportedError: an architecture without a role table.
     """
-    with _quiet():
-        return _load(spec, device)
-
-
-def _load(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
     name = spec.name
     depth: int | None = None
     if name.startswith(RANDOM):
