@@ -22,8 +22,8 @@ def splitmix(seed: int, index: int) -> int:
 
 def matrix(hash_: Hash) -> torch.Tensor:
     """Return the hash as an explicit [bins, size] matrix."""
-    out = torch.zeros(hash_.bins, hash_.size, dtype=torch.float64)
-    for index in range(hash_.size):
+    out = torch.zeros(hash_.bins, sum(hash_.sizes.values()), dtype=torch.float64)
+    for index in range(sum(hash_.sizes.values())):
         found = splitmix(hash_.seed, index)
         place = ((found >> 33) & 0x7FFFFFFF) * hash_.bins >> 31
         out[place, index] = 1.0 - 2.0 * (found & 1) if hash_.signed else 1.0

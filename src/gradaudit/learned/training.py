@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from gradaudit.errors import BadInputError
 from gradaudit.files import replacing, stored_tensors
 from gradaudit.progress import step as progressed
-from gradaudit.streams import stream
+from gradaudit.streams import global_stream, stream
 
 N = TypeVar("N", bound=nn.Module)
 _SECONDS = 60.0
@@ -64,6 +65,17 @@ class Trained:
     score: float
     step: int
     steps: int
+
+
+def weights_by(rng: torch.Generator | None) -> AbstractContextManager[object]:
+    """Let modules made inside the block draw their weights by torch's usual law; None leaves them to be loaded."""
+    return torch.device("meta") if rng is None else global_stream(rng, torch.device("cpu"))
+
+
+def with_weights(network: N, tensors: Mapping[str, Tensor]) -> N:
+    """Return a network that was left to be loaded with its weights, in evaluation."""
+    network.load_state_dict(tensors, assign=True)
+    return network.requires_grad_(False).eval()
 
 
 def split(count: int, size: int, share: float, seed: int, what: str) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from gradaudit.learned.images.network import ImageNetwork, ImageNetworkShape
 from gradaudit.learned.images.residuals import Spread
 from gradaudit.learned.manifest import Plain, Target, read_manifest_of, read_tensors, refuse_misfit, write_inverter
 from gradaudit.learned.scaling import Scaling
+from gradaudit.learned.training import with_weights
 from gradaudit.types import Observation
 
 
@@ -70,10 +71,7 @@ class ImageManifest(Plain):
     def inputs(self) -> int:
         """Numbers that are read."""
         shapes = self.target.tensors
-        if self.output is None:
-            return sum(math.prod(shape) for shape in shapes.values())
-        others = sum(math.prod(shape) for name, shape in shapes.items() if name != self.output)
-        return others + shapes[self.output][-1]
+        return sum(shape[-1] if name == self.output else math.prod(shape) for name, shape in shapes.items())
 
     def shape(self) -> ImageNetworkShape | KernelShape:
         """Return the sizes of what was learned."""
@@ -142,6 +140,4 @@ def load_image_inverter(folder: Path) -> ImageInverter:
         if shape.directions and (float(tensors["floor"]) <= 0 or float(tensors["variances"].min()) < 0):
             raise BadInputError(f"{folder} holds variances below zero; it is damaged, fit it again")
         return ImageInverter(manifest, Kernel.of(tensors), scaling)
-    network = ImageNetwork(shape)
-    network.load_state_dict(tensors, assign=True)
-    return ImageInverter(manifest, network.requires_grad_(False).eval(), scaling)
+    return ImageInverter(manifest, with_weights(ImageNetwork(shape), tensors), scaling)

@@ -76,16 +76,8 @@ class Kernel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what it holds by name."""
-        own = {
-            "references": self.references,
-            "coefficients": self.coefficients,
-            "image": self.image,
-            "sharpness": self.sharpness,
-        }
-        if self.spread is None:
-            return own
-        spread = self.spread
-        return own | {"directions": spread.directions, "variances": spread.variances, "floor": spread.floor}
+        own = {name: part for name, part in vars(self).items() if name != "spread"}
+        return own | ({} if self.spread is None else vars(self.spread))
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """Return images [n, C, H, W], not yet limited to 0 to 1, from scaled numbers [n, inputs]."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from gradaudit.streams import global_stream
+from gradaudit.learned.training import weights_by
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,9 @@ class ImageNetwork(nn.Module):
     def __init__(self, shape: ImageNetworkShape, rng: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
-        if rng is None:
-            with torch.device("meta"):
-                self.layers = self._made()
-        else:
-            with global_stream(rng, torch.device("cpu")):
-                self.layers = self._made()
-
-    def _made(self) -> nn.ModuleList:
-        weights = [s for n, s in self.shape.tensors().items() if n.endswith("weight")]
-        return nn.ModuleList(nn.Linear(before, after) for after, before in weights)
+        weights = [s for n, s in shape.tensors().items() if n.endswith("weight")]
+        with weights_by(rng):
+            self.layers = nn.ModuleList(nn.Linear(before, after) for after, before in weights)
 
     @torch.no_grad()
     def begin_with(self, mean: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -39,23 +39,9 @@ class Hash:
     )
 
     @property
-    def size(self) -> int:
-        """Coordinates in all."""
-        return sum(self.sizes.values())
-
-    @property
     def drawn(self) -> int:
         """Bins that coordinates fall into by chance."""
         return self.bins - (self.apart[2] if self.apart is not None else 0)
-
-    def start(self, name: str) -> int:
-        """Return the number of a tensor's first coordinate."""
-        total = 0
-        for other, count in self.sizes.items():
-            if other == name:
-                return total
-            total += count
-        raise KeyError(name)
 
     def places(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         """Return the bins [stop - start] into which consecutive coordinates are drawn, int64."""
@@ -106,9 +92,8 @@ class Hash:
         """Return a tensor's bins and signs; kept in memory (4 bytes a coordinate), since every update needs them."""
         key = (name, device)
         if key not in self._kept:
-            start = self.start(name)
-            cuts = [*range(start, start + self.sizes[name], _AT_ONCE), start + self.sizes[name]]
-            pairs = list(pairwise(cuts))
+            end = dict(zip(self.sizes, accumulate(self.sizes.values()), strict=True))[name]
+            pairs = list(pairwise([*range(end - self.sizes[name], end, _AT_ONCE), end]))
             bins = torch.cat([self.places(a, b, device).int() for a, b in pairs])
             signs = torch.cat([self.signs(a, b, device) for a, b in pairs]) if self.signed else None
             if self.apart is not None and self.apart[0] == name:

@@ -6,14 +6,12 @@ the file's header before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 import gradaudit
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -33,7 +31,7 @@ from gradaudit.learned.text.layers import LayeredNetwork, LayeredShape
 from gradaudit.learned.text.network import Network, NetworkShape
 from gradaudit.learned.text.plan import Lesson
 from gradaudit.learned.text.word_pairs import WordPairs, load_pairs
-from gradaudit.learned.training import Trained
+from gradaudit.learned.training import Trained, with_weights
 from gradaudit.registry import describe
 from gradaudit.types import Observation
 
@@ -157,18 +155,13 @@ def save_inverter(folder: Path, inverter: Inverter) -> Path:
     return write_inverter(folder, inverter.manifest, weights, inverter.scaling, inverter.pairs)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of an inverter of text; see `read_manifest_of`."""
-    return read_manifest_of(folder, Manifest)
-
-
 def load_inverter(folder: Path) -> Inverter:
     """Read an inverter; its sizes are checked against the file's header before any of it is loaded.
 
     Raises:
         BadInputError: not an inverter, truncated, or tensors that are not those of the manifest.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest_of(folder, Manifest)
     if manifest.classes != manifest.vocabulary + manifest.ends:
         raise BadInputError(f"{folder / MANIFEST} names {manifest.classes} classes for {manifest.vocabulary} words")
     if manifest.apart is not None:
@@ -179,14 +172,9 @@ def load_inverter(folder: Path) -> Inverter:
             raise BadInputError(f"{folder / MANIFEST} keeps entries apart that '{name}' does not have; it is damaged")
     tensors, scaling = read_tensors(folder, manifest.network().tensors(), manifest.bins)
     pairs = load_pairs(folder, manifest.pairs, manifest.classes) if manifest.pairs else None
-    return Inverter(manifest, with_weights(manifest.network(), tensors), scaling, pairs)
-
-
-def with_weights(shape: NetworkShape | LayeredShape, tensors: Mapping[str, Tensor]) -> Network | LayeredNetwork:
-    """Return a network of given weights, in evaluation."""
+    shape = manifest.network()
     network = LayeredNetwork(shape) if isinstance(shape, LayeredShape) else Network(shape)
-    network.load_state_dict(dict(tensors), assign=True)
-    return network.requires_grad_(False).eval()
+    return Inverter(manifest, with_weights(network, tensors), scaling, pairs)
 
 
 def new_manifest(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradaudit.streams import global_stream
+from gradaudit.learned.training import weights_by
 
 _AROUND = 2
 """Positions on either side that are read beside a position's own."""
@@ -92,12 +92,10 @@ class LayeredNetwork(nn.Module):
     def __init__(self, shape: LayeredShape, rng: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
-        with torch.device("meta"):
+        with weights_by(None):
             self.linear = nn.Linear(shape.inputs, shape.length * shape.width)
+        with weights_by(rng):
             self.reader = Reader(shape)
-        if rng is not None:
-            with global_stream(rng, torch.device("cpu")):
-                self.reader = Reader(shape)
 
     def set_linear(self, weights: Tensor, offset: Tensor) -> None:
         """Take the linear guess from a regression's weights [inputs, T * width] and offset."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from gradaudit.streams import global_stream
+from gradaudit.learned.training import weights_by
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,10 @@ class Network(nn.Module):
     def __init__(self, shape: NetworkShape, rng: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
-        if rng is None:
-            with torch.device("meta"):
-                self._build()
-        else:
-            with global_stream(rng, torch.device("cpu")):
-                self._build()
-
-    def _build(self) -> None:
-        s = self.shape
-        self.first = nn.Linear(s.bins, s.bottleneck)
-        self.second = nn.Linear(s.bottleneck, s.sentences * s.length * s.width)
-        self.shared = nn.Linear(s.width, s.classes)
+        with weights_by(rng):
+            self.first = nn.Linear(shape.bins, shape.bottleneck)
+            self.second = nn.Linear(shape.bottleneck, shape.sentences * shape.length * shape.width)
+            self.shared = nn.Linear(shape.width, shape.classes)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return logits [n, B, T, classes] from features [n, bins]."""
