@@ -12,7 +12,7 @@ from gradaudit.errors import BadInputError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, image_module, load_image_model
 from gradaudit.models.spec import Loss, ModelSpec, Task
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.models.zoo import load_model
+from gradaudit.models.zoo import first_line, load_model
 
 MODEL, WEIGHTS = "model", "weights.safetensors"
 """A bundle's folder of its own model, and the file in it that holds a model of images."""
@@ -117,8 +117,7 @@ def _check_size(folder: Path) -> None:
             model = AutoModel.from_config(config, trust_remote_code=False)
         asked = sum(p.numel() * p.element_size() for p in model.parameters())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInputError(f"the model in {folder} cannot be read ({said})") from None
+        raise BadInputError(f"the model in {folder} cannot be read ({first_line(error)})") from None
     if asked > 4 * stored + (1 << 20):
         raise BadInputError(
             f"the model in {folder} is configured for {asked >> 20} MiB and stores {stored >> 20} MiB; not loaded"

@@ -33,7 +33,7 @@ def found_file(path: str, base: Path, folders: bool = False) -> Path:
     except (OSError, RuntimeError) as error:
         raise BadInputError(f"{path} cannot be looked up ({error}); check the path") from error
     tried = "" if wanted.is_absolute() else f" in {base.resolve()} or the current folder"
-    raise BadInputError(f"there is no file {path}{tried}; check the path")
+    raise BadInputError(f"there is no file {'or folder ' if folders else ''}{path}{tried}; check the path")
 
 
 def hub_table(

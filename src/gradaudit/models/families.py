@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from gradaudit.models.base import FirstInputs
+from gradaudit.errors import NotSupportedError
+from gradaudit.models.model import FirstInputs
 from gradaudit.models.views import View
 
 
@@ -324,3 +325,18 @@ FAMILIES: dict[str, type[Family]] = {
     "llama": Llama,
 }
 """By transformers' `model_type`."""
+
+
+def family_of(name: str, model_type: str) -> type[Family]:
+    """Return the family of a transformers model type.
+
+    Args:
+        name: of the model, for the message.
+        model_type: as its configuration says.
+
+    Raises:
+        NotSupportedError: an architecture without a role table.
+    """
+    if model_type not in FAMILIES:
+        raise NotSupportedError(f"model '{name}' is of type '{model_type}'; supported: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]

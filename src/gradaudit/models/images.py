@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, vmap
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.files import stored_tensors
-from gradaudit.models.base import Model
+from gradaudit.models.model import Model
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.views import View
 from gradaudit.streams import global_stream, stream

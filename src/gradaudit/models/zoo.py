@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
+from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.models import packages
-from gradaudit.models.families import FAMILIES
+from gradaudit.models.families import family_of
 from gradaudit.models.images import IMAGE_MODELS
 from gradaudit.models.lora import add_adapters
 from gradaudit.models.spec import ModelSpec
@@ -130,14 +130,17 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> Transform
     return TransformersModel(module, tokenizer, spec, depth)
 
 
-def _settings(spec: ModelSpec, model_type: str) -> dict[str, Any]:
-    extra: dict[str, Any] = {}
-    if spec.task == "classification":
-        extra["num_labels"] = spec.labels
-    blocks = spec.loaded if spec.loaded is not None else spec.layers
+def _configure(config: Any, task: str, labels: int, blocks: int | None) -> None:
+    """Set classes and blocks of a configuration."""
+    if task == "classification":
+        config.num_labels = labels
     if blocks is not None:
-        extra["n_layer" if model_type == "gpt2" else "num_hidden_layers"] = blocks
-    return extra
+        setattr(config, "n_layer" if config.model_type == "gpt2" else "num_hidden_layers", blocks)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or else its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _auto(task: str) -> Any:
@@ -157,8 +160,7 @@ def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any, int]:
         asked = max(spec.layers or 0, spec.loaded or 0)
         if asked > depth:
             raise BadInputError(f"model '{spec.name}' has {depth} blocks; layers = {asked}")
-        for key, value in _settings(spec, config.model_type).items():
-            setattr(config, key, value)
+        _configure(config, spec.task, spec.labels, spec.loaded if spec.loaded is not None else spec.layers)
         tokenizer = _with_padding(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
         config.pad_token_id = tokenizer.pad_token_id
         with global_stream(stream(spec.seed, "model"), torch.device("cpu")):
@@ -166,9 +168,8 @@ def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any, int]:
                 where, config=config, attn_implementation="eager", use_safetensors=True, dtype=torch.float32
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        said = str(error).strip().splitlines()
         raise BadInputError(
-            f"model '{spec.name}' could not be loaded ({said[0] if said else type(error).__name__}); "
+            f"model '{spec.name}' could not be loaded ({first_line(error)}); "
             f"use an embedded name ({', '.join(EMBEDDED)}), a local folder or a reachable hub id"
         ) from None
     return module, tokenizer, spec.layers if spec.layers is not None else depth
@@ -206,13 +207,11 @@ def whole_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     where = str(EMBEDDED[spec.name].folder()) if spec.name in EMBEDDED else spec.name
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
-        for key, value in _settings(replace(spec, loaded=None), config.model_type).items():
-            setattr(config, key, value)
+        _configure(config, spec.task, spec.labels, spec.layers)
         with _quiet(), torch.device("meta"):
             module = _auto(spec.task).from_config(config)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).strip().splitlines()
-        raise BadInputError(f"model '{spec.name}' has no readable configuration ({said[0] if said else ''})") from None
+        raise BadInputError(f"model '{spec.name}' has no readable configuration ({first_line(error)})") from None
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
@@ -238,19 +237,15 @@ def _random(spec: ModelSpec, shape: str) -> tuple[Any, Any]:
     tokenizer = _with_padding(tokenizer)
     if config.model_type != "mpnet" and config.model_type != "roberta":
         config.pad_token_id = tokenizer.pad_token_id
-    for key, value in _settings(spec, config.model_type).items():
-        setattr(config, key, value)
+    _configure(config, spec.task, spec.labels, spec.layers)
     with global_stream(stream(spec.seed, "model"), torch.device("cpu")):
         module = _auto(spec.task).from_config(config, attn_implementation="eager")
     return module, tokenizer
 
 
 def _check_family(spec: ModelSpec, model_type: str) -> None:
-    if model_type not in FAMILIES:
-        raise NotSupportedError(
-            f"model '{spec.name}' is of type '{model_type}'; supported: {', '.join(sorted(FAMILIES))}"
-        )
-    if spec.task == "causal-lm" and not FAMILIES[model_type].causal:
+    family = family_of(spec.name, model_type)
+    if spec.task == "causal-lm" and not family.causal:
         raise BadInputError(
             f"model '{spec.name}' is an encoder ({model_type}); task 'causal-lm' needs a decoder (gpt2, llama)"
         )
