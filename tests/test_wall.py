@@ -16,6 +16,7 @@ import torch
 
 import gradaudit
 import gradaudit.models.base
+import gradaudit.models.views
 from gradaudit.attacks.base import Attack
 from gradaudit.client.client import Client
 from gradaudit.models.base import Model
@@ -214,7 +215,8 @@ def types_in(hint: object) -> Iterator[type]:
 
 def field_types(cls: type, seen: frozenset[type] = frozenset()) -> set[type]:
     """Return every type a dataclass can hold, through the dataclasses in it."""
-    hints = typing.get_type_hints(cls, localns=vars(gradaudit.models.base))  # where type checkers look as well
+    known = vars(gradaudit.models.base) | vars(gradaudit.models.views)  # where type checkers look as well
+    hints = typing.get_type_hints(cls, localns=known)
     found = {t for f in fields(cls) for t in types_in(hints[f.name])}
     for inner in found - seen:
         if is_dataclass(inner):

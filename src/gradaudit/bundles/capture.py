@@ -104,10 +104,7 @@ def capture(
             seen.shape = (int(ids.shape[1]), int(ids.shape[2]), int(ids.shape[3])) if ids.dim() == 4 else None
             seen.dropout = module.training
 
-    hooks = [
-        register_optimizer_step_pre_hook(on_step),
-        model.register_forward_pre_hook(on_forward, with_kwargs=True),
-    ]
+    hooks = [register_optimizer_step_pre_hook(on_step), model.register_forward_pre_hook(on_forward, with_kwargs=True)]
     try:
         yield seen
     finally:

@@ -114,10 +114,7 @@ def load_rows(spec: SourceSpec, base: Path) -> TextRows:
 
 
 def make_batch(
-    model: TextModel,
-    texts: Sequence[str],
-    labels: Sequence[int] | None,
-    ids: Sequence[Sequence[int]] | None = None,
+    model: TextModel, texts: Sequence[str], labels: Sequence[int] | None, ids: Sequence[Sequence[int]] | None = None
 ) -> Batch:
     """Return the batch a client trains on: encoded, padded on the right, on the CPU.
 
@@ -158,11 +155,7 @@ def make_batch(
         padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         mask[row, : len(tokens)] = True
     return Batch(
-        ids=padded,
-        mask=mask,
-        labels=classes,
-        texts=tuple(texts),
-        truncated=sum(was_cut for _, was_cut in encoded),
+        ids=padded, mask=mask, labels=classes, texts=tuple(texts), truncated=sum(was_cut for _, was_cut in encoded)
     )
 
 
@@ -209,11 +202,7 @@ def _text_lines(data: bytes, where: str) -> TextRows:
 
 
 def _rows(
-    table: Table,
-    text: str | int,
-    label: str | int | None,
-    declared: tuple[str, ...],
-    data: bytes | None,
+    table: Table, text: str | int, label: str | int | None, declared: tuple[str, ...], data: bytes | None
 ) -> TextRows:
     texts = texts_of(table, pick(table, "text", text))
     labels: tuple[int, ...] | None = None

@@ -317,13 +317,7 @@ class Llama(_Decoder):
         return _hidden(out)
 
 
-FAMILIES: dict[str, type[Family]] = {
-    "bert": Bert,
-    "roberta": Roberta,
-    "mpnet": MPNet,
-    "gpt2": GPT2,
-    "llama": Llama,
-}
+FAMILIES: dict[str, type[Family]] = {"bert": Bert, "roberta": Roberta, "mpnet": MPNet, "gpt2": GPT2, "llama": Llama}
 """By transformers' `model_type`."""
 
 

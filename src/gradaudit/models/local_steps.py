@@ -40,9 +40,7 @@ def in_order(how: LocalTraining, size: int, device: torch.device | None = None) 
         yield from torch.split(torch.arange(size, device=device), how.minibatch or size)
 
 
-def by_optimizer(
-    optimizer: torch.optim.Optimizer,
-) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
+def by_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
     """Return the step of an optimizer, which changes the parameters in place."""
 
     def step(local: Parameters, gradient: Mapping[str, Tensor | None]) -> Parameters:

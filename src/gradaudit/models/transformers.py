@@ -280,11 +280,7 @@ class TransformersModel(Model):
         return self.family.first_input_parts(self.max_length)
 
     def attention_inputs(
-        self,
-        layer: int,
-        ids: Tensor,
-        positions: Tensor | None = None,
-        allowed: Tensor | None = None,
+        self, layer: int, ids: Tensor, positions: Tensor | None = None, allowed: Tensor | None = None
     ) -> Tensor:
         """Return what enters q, k, v of block `layer`, [B, T, d], running only the blocks before it.
 

@@ -48,12 +48,7 @@ EMBEDDED: dict[str, Embedded] = {
 
 
 def _sizes(blocks: int, width: int, heads: int, inner: int) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": blocks,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "intermediate_size": inner,
-    }
+    return {"num_hidden_layers": blocks, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": inner}
 
 
 _BERT = {"vocab_size": 30522}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -32,19 +31,8 @@ _LARGEST = 1 << 33
 """Bytes of the linear guess and of the updates it is fitted to at most."""
 _RATE = 1e-3
 """Adam's where none is given."""
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What is told of each position of some updates, and the right classes.
-
-    Args:
-        told: [n, T, width + rows].
-        classes: [n, 1, T].
-    """
-
-    told: Tensor
-    classes: Tensor
+_Told = tuple[Tensor, Tensor]
+"""What is told of each position of some updates, [n, T, width + rows], and the right classes, [n, 1, T]."""
 
 
 def fit_by_layers(lesson: Lesson) -> Inverter:
@@ -114,7 +102,7 @@ def fit_by_layers(lesson: Lesson) -> Inverter:
             done.append(told_of(texts, at, stop, what))
             if what != "validation":
                 progressed("lti: simulating updates", stop, len(texts))
-        return _Told(torch.cat(done), classes_of(texts, vocabulary, 1))
+        return torch.cat(done), classes_of(texts, vocabulary, 1)
 
     learned = every(texts, few, "shown", [last])
     checked = every(lesson.held_out, 0, "validation", [])
@@ -144,13 +132,13 @@ def _train(reader: Reader, told_in: Callable[[int], _Told], checked: _Told, less
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         epoch, place = divmod(step, each)
-        learned = told_once(epoch)
+        told, classes = told_once(epoch)
         order = torch.randperm(count, generator=stream(seed, "order", epoch))
-        rows = order[place * plan.batch : (place + 1) * plan.batch].to(learned.told.device)
-        return learned.told[rows].float(), learned.classes[rows]
+        rows = order[place * plan.batch : (place + 1) * plan.batch].to(told.device)
+        return told[rows].float(), classes[rows]
 
     def validate(reader: Reader) -> float:
-        return accuracy(reader, checked.told, checked.classes)
+        return accuracy(reader, *checked)
 
     every = max(1, min(steps // 20, 500))
     recipe = Recipe(steps, plan.learning_rate or _RATE, plan.decay, every, plan.patience)

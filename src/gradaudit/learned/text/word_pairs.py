@@ -139,10 +139,7 @@ def save_pairs(folder: Path, pairs: WordPairs) -> None:
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
-    save_file(
-        {"keys": pairs.keys.cpu(), "counts": pairs.counts.cpu(), "words": pairs.words.cpu()},
-        folder / PAIRS,
-    )
+    save_file({"keys": pairs.keys.cpu(), "counts": pairs.counts.cpu(), "words": pairs.words.cpu()}, folder / PAIRS)
 
 
 def load_pairs(folder: Path, count: int, classes: int) -> WordPairs:
