@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, vmap
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.files import stored_tensors
-from gradaudit.models.model import Model
+from gradaudit.models.model import Model, Weights
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.views import View
 from gradaudit.streams import global_stream, stream
@@ -38,7 +38,7 @@ class ImageModel(Model):
         self.shape: tuple[int, int, int] = spec.image
         self.width, self.depth = width, depth
 
-    def logits(self, images: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def logits(self, images: Tensor, params: Weights | None = None) -> Tensor:
         """Return [B, classes].
 
         Args:
@@ -50,7 +50,7 @@ class ImageModel(Model):
             return out
         return functional_call(self.module, dict(params), (images,))  # type: ignore[no-any-return]
 
-    def loss(self, images: Tensor, labels: Tensor, params: Mapping[str, Tensor] | None = None) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor, params: Weights | None = None) -> Tensor:
         """Return the mean loss the client trains with (`spec.loss`).
 
         Args:
@@ -64,9 +64,7 @@ class ImageModel(Model):
         wanted = labels if labels.dim() == 2 else F.one_hot(labels, logits.shape[1]).to(logits.dtype)
         return (logits - wanted).square().sum(-1).mean()
 
-    def gradients(
-        self, images: Tensor, labels: Tensor, params: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def gradients(self, images: Tensor, labels: Tensor, params: Weights | None = None) -> dict[str, Tensor]:
         """Return the gradient of many batches at once by parameter name, [N, ...]; differentiable by images and labels.
 
         Args:
@@ -82,9 +80,7 @@ class ImageModel(Model):
         found: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0))(at, images, labels)
         return found
 
-    def example_gradients(
-        self, images: Tensor, labels: Tensor, params: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
+    def example_gradients(self, images: Tensor, labels: Tensor, params: Weights | None = None) -> dict[str, Tensor]:
         """Return each image's own gradient by parameter name, [B, ...]; as `gradients` with batches of one."""
         return self.gradients(images[:, None], labels[:, None], params)
 

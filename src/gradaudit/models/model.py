@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,8 @@ class SpecialTokens:
     pad: int
 
 
+Weights = Mapping[str, Tensor]
+"""Parameters by name."""
 Past = Sequence[tuple[Tensor, Tensor]]
 """Keys and values by block, each [B, heads, T, width of a head]."""
 

@@ -5,7 +5,7 @@ One file because it is one class, whose methods all work on the same patched mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.models.families import Family, family_of
-from gradaudit.models.model import FirstInputs, Model, Past, SpecialTokens
+from gradaudit.models.model import FirstInputs, Model, Past, SpecialTokens, Weights
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
 from gradaudit.models.views import ROLES, View
@@ -107,7 +107,8 @@ class TransformersModel(Model):
         super().__init__(module, spec)
         self.tokenizer = tokenizer
         self.family = family(module)
-        self._program = _Program(module, self.family, spec.task, spec.loaded)
+        # the module behind `logits`: takes token ids, embeddings (or None for either) and the mask
+        self.program = _Program(module, self.family, spec.task, spec.loaded)
         config = module.config
         self.causal = self.family.causal
         self.absolute_positions = self.family.absolute_positions
@@ -154,7 +155,7 @@ class TransformersModel(Model):
         ids: Tensor | None = None,
         embeddings: Tensor | None = None,
         mask: Tensor,
-        params: Mapping[str, Tensor] | None = None,
+        params: Weights | None = None,
     ) -> Tensor:
         """Return [B, classes] (classification) or [B, T, V] (causal-lm) logits.
 
@@ -165,10 +166,10 @@ class TransformersModel(Model):
             params: parameters to use in place of the model's own.
         """
         if params is None:
-            out: Tensor = self._program(ids, embeddings, mask)
+            out: Tensor = self.program(ids, embeddings, mask)
             return out
         inside = {f"module.{name}": value for name, value in params.items()}
-        return functional_call(self._program, inside, (ids, embeddings, mask))  # type: ignore[no-any-return]
+        return functional_call(self.program, inside, (ids, embeddings, mask))  # type: ignore[no-any-return]
 
     def loss(
         self,
@@ -177,7 +178,7 @@ class TransformersModel(Model):
         embeddings: Tensor | None = None,
         mask: Tensor,
         labels: Tensor,
-        params: Mapping[str, Tensor] | None = None,
+        params: Weights | None = None,
     ) -> Tensor:
         """Return the mean loss the client trains with (`spec.loss`).
 
@@ -190,11 +191,6 @@ class TransformersModel(Model):
             return self._losses(logits, labels).mean()
         each, real = self._next_losses(logits, mask, labels)
         return each.sum() / real.sum()
-
-    @property
-    def program(self) -> nn.Module:
-        """The module behind `logits`: takes token ids, embeddings (or None for either) and the mask."""
-        return self._program
 
     def sentence_losses(self, logits: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
         """Return each sentence's own loss [B]; of next words the mean over its own tokens.
@@ -238,7 +234,7 @@ class TransformersModel(Model):
         fewer = self.spec.task == "classification" and not every_row
         read = self.family.classifying() if fewer else nullcontext()
         with tapped(self.module, watch, len(embeddings)) as taps, mode, sites, read:
-            logits = self._program(None, embeddings, mask)
+            logits = self.program(None, embeddings, mask)
         if self.spec.task == "classification":
             return Traced(self._losses(logits, labels), taps)
         return Traced(self._next_losses(logits, mask, labels)[0].sum(1), taps)
@@ -312,8 +308,8 @@ class TransformersModel(Model):
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if allowed is None:
-            allowed = self._program._allowed(torch.ones_like(ids))
-        mask = additive(allowed, self._program._dtype())
+            allowed = self.program._allowed(torch.ones_like(ids))
+        mask = additive(allowed, self.program._dtype())
         # q, k and v read what the block's norm makes of the residual stream; what others read only the block can say
         attention = {layer for layer, role in wanted if role in "qkv"}
         inside = [(layer, role) for layer, role in wanted if role not in "qkv"]
@@ -345,7 +341,7 @@ class TransformersModel(Model):
         slot = torch.arange(behind + ids.shape[1], device=ids.device)
         positions = (start + slot[behind:]).expand_as(ids)
         allowed = (slot[behind:, None] >= slot[None]).expand(len(ids), -1, -1)
-        mask = additive(allowed, self._program._dtype())
+        mask = additive(allowed, self.program._dtype())
         cache = DynamicCache(past or None)
         with self._evaluating():
             hidden = self.family.embed(ids, positions)
@@ -394,7 +390,7 @@ class TransformersModel(Model):
         hook = self.module.get_submodule(place).register_forward_pre_hook(instead)
         try:
             with self._evaluating():  # each row attends to itself, and the result is replaced on its way out
-                alone = additive(ones, self._program._dtype())
+                alone = additive(ones, self.program._dtype())
                 return self.family.run_block(layer, hidden[:, None], alone, torch.zeros_like(ones[:, 0]).long())[:, 0]
         finally:
             hook.remove()
