@@ -41,9 +41,6 @@ class Gaussian(UpdateDefense):
     def __post_init__(self) -> None:
         above_zero(self.name, "sigma", self.sigma)
 
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
-
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         return _noised(*self.before_noise(values), rng)
 
@@ -81,9 +78,6 @@ class NormalizedGaussian(UpdateDefense):
 
     def __post_init__(self) -> None:
         above_zero(self.name, "sigma", self.sigma)
-
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
 
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         return _noised(*self.before_noise(values), rng)
@@ -126,9 +120,6 @@ class Laplace(UpdateDefense):
 
     def __post_init__(self) -> None:
         above_zero(self.name, "scale", self.scale)
-
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
 
     def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
         # a sum of n exponential draws is one gamma draw of shape n; torch draws those without a generator of one's own

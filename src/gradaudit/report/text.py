@@ -51,9 +51,7 @@ def _facts(rows: Rows, records: Sequence[Record], shown: Sequence[Pair]) -> Fact
 
 Key = tuple[str, str, int, str]
 
-
 _WORDS_A_SENTENCE = 80
-
 
 _LETTERS_A_WORD = 60
 
