@@ -195,11 +195,11 @@ class Case(_Table):
     def content_hash(self) -> str:
         """Return 16 hex digits that change with anything that can change the result."""
         data = self.resolved()
-        del data["published"]  # another paper's numbers change nothing in ours
         one = self.client.optimizer == "none"
         data["attack"] = json.loads(json.dumps(identity(self.build_attack(), one)))
         data["defense"] = [json.loads(json.dumps(identity(d, one))) for d in self.build_defenses()]
         _leave_out_later(self, data)
+        del data["published"]  # another paper's numbers change nothing in ours
         if self.public is not None and self.public.source != "words":
             del data["public"]["language"]
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
