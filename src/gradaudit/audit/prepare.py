@@ -15,6 +15,7 @@ from gradaudit.audit.loading import LOADERS, Loaded
 from gradaudit.case import Case
 from gradaudit.client.client import Client
 from gradaudit.client.error_feedback import after_rounds, earlier_rounds
+from gradaudit.client.warm_up import other_rows
 from gradaudit.data.rows import READERS
 from gradaudit.defenses.base import Defense, ExampleDefense, UpdateDefense
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
@@ -178,12 +179,10 @@ def earlier_numbers(
     size, rounds = case.data.batch_size, earlier_rounds(client)
     if not rounds:
         return
-    kept = {number for batch in audited for number in batch}
-    others = [number for number in range(rows) if number not in kept]
+    others = other_rows(rows, audited, stream(case.seed, "earlier rows"))
     if len(others) < size:
         raise BadInputError(
             f"error feedback needs {size} rows or more that are in no audited batch; give more data, or rounds = 0"
         )
-    order = torch.randperm(len(others), generator=stream(case.seed, "earlier rows")).tolist()
     for number in range(rounds):
-        yield tuple(others[order[(number * size + n) % len(others)]] for n in range(size))
+        yield tuple(others[(number * size + n) % len(others)] for n in range(size))

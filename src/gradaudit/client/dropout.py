@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,17 +11,8 @@ from gradaudit.models.base import Model
 from gradaudit.streams import global_stream
 
 
-class DropoutOn(AbstractContextManager[None]):
+@contextmanager
+def dropout_on(model: Model, rng: torch.Generator, rate: float | None) -> Iterator[None]:
     """Training mode with the masks drawn from one stream; evaluation mode after."""
-
-    def __init__(self, model: Model, rng: torch.Generator, rate: float | None) -> None:
-        self._random = global_stream(rng, model.device)
-        self._mode = model.training_mode(rate)
-
-    def __enter__(self) -> None:
-        self._random.__enter__()
-        self._mode.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._mode.__exit__(None, None, None)
-        self._random.__exit__(None, None, None)
+    with global_stream(rng, model.device), model.training_mode(rate):
+        yield

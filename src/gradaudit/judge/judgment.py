@@ -20,10 +20,8 @@ class Judgment(ABC):
     scores: dict[str, float | None]
     """By name."""
 
-    @property
-    @abstractmethod
-    def solved(self) -> bool:
-        """Whether everything was found."""
+    solved: bool
+    """Whether everything was found."""
 
     @abstractmethod
     def of_record(self, baseline: Self) -> dict[str, Any]:
