@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import tiny_models
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client
 from gradaudit.data.draw import draw, draw_numbers
@@ -25,8 +26,6 @@ from gradaudit.streams import stream
 from gradaudit.types import Given, ImageBatch, LocalTraining
 
 Image = pytest.importorskip("PIL.Image")
-import tiny_models
-
 pytest.importorskip("sklearn")
 
 
