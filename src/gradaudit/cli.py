@@ -401,10 +401,7 @@ def sweep(
 
 
 @app.command()
-def claims(
-    claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml")],
-    as_json: Json = False,
-) -> None:
+def claims(claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml")], as_json: Json = False) -> None:
     """Say which epsilon a declared privacy mechanism really supports, and for whose data (no attack is run)."""
     findings = [check_claim(claim) for claim in load_claims(claims_file)]
     if as_json:
@@ -418,9 +415,7 @@ def claims(
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         out.print(f"gradaudit {__version__}")
         raise typer.Exit()

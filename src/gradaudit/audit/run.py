@@ -23,11 +23,7 @@ UNFINISHED = "unfinished"
 """Folder of what attacks keep of batches they have not finished."""
 
 
-def run(
-    ready: Prepared,
-    out: Path,
-    inverters: Path | None = None,
-) -> Iterator[Record]:
+def run(ready: Prepared, out: Path, inverters: Path | None = None) -> Iterator[Record]:
     """Run a case into a folder and yield every record, those of an earlier run of the same case first.
 
     A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch, and with

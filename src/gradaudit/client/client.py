@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -13,7 +13,6 @@ from torch import Tensor
 import gradaudit.client.images
 import gradaudit.client.text  # noqa: F401 - each registers how it is trained on
 from gradaudit.client.checks import check_client
-from gradaudit.client.dropout import dropout_on
 from gradaudit.client.example_gradients import Mode
 from gradaudit.client.examples import Apart, Examples, examples_of
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
@@ -23,7 +22,7 @@ from gradaudit.models.base import Model, TextModel
 from gradaudit.models.local_steps import Parameters, by_optimizer, local_steps, optimizer_of
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
-from gradaudit.streams import draw_seed, stream
+from gradaudit.streams import draw_seed, global_stream, stream
 from gradaudit.types import Batch, LocalTraining, Private, Update
 
 M = TypeVar("M", bound=Model)
@@ -293,3 +292,10 @@ class Client:
         if not self._dropping():
             return nullcontext()
         return dropout_on(self.model, stream(seed, "dropout", step), self._rate())
+
+
+@contextmanager
+def dropout_on(model: Model, rng: torch.Generator, rate: float | None) -> Iterator[None]:
+    """Train inside the block, with the masks drawn from one stream; evaluation mode after."""
+    with global_stream(rng, model.device), model.training_mode(rate):
+        yield

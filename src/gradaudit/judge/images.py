@@ -35,9 +35,6 @@ class ImageJudgment(Judgment):
     def of_record(self, baseline: ImageJudgment) -> dict[str, Any]:
         return {"images": self.images, "images_baseline": baseline.images}
 
-    def of_private(self) -> dict[str, Any]:
-        return {"originals": self.originals, "recovered": self.recovered}
-
 
 @dataclass(frozen=True)
 class ImageJudge(Judge[ImageBatch]):

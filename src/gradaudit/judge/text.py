@@ -58,14 +58,6 @@ class TextJudgment(Judgment):
             "sentences": self.sentences,
         }
 
-    def of_private(self) -> dict[str, Any]:
-        return {
-            "originals": self.originals,
-            "recovered": self.recovered,
-            "original_words": self.original_words,
-            "recovered_words": self.recovered_words,
-        }
-
 
 @dataclass(frozen=True)
 class TextJudge(Judge[Batch]):

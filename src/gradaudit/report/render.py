@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from gradaudit.errors import BadInputError
 from gradaudit.files import read_lines, write_page
 from gradaudit.flags import FLAGS
+from gradaudit.metrics.summary import summarize
 from gradaudit.record import Pictures, Record, RunInfo, Spectrum, Summary, Texts
 from gradaudit.report import sections
 from gradaudit.report.images import picture_grids
@@ -64,8 +65,6 @@ def render(folder: Path, show_text: bool = False) -> Path:
     Raises:
         BadInputError: the folder is not that of a run, a file is damaged, or the disk refuses.
     """
-    from gradaudit.metrics.summary import summarize
-
     info = _read_info(folder)
     try:
         records = list(read_lines(folder / "records.jsonl", Record))

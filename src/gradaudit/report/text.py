@@ -96,11 +96,6 @@ class Pair:
     total: int
     exact: int
 
-    @property
-    def left_out(self) -> int:
-        """Return how many sentences the report does not show."""
-        return self.total - len(self.shown)
-
 
 def sentence_pairs(
     records: Sequence[Record],
