@@ -49,14 +49,7 @@ LOADERS: ByKind[Loader] = ByKind("audit")
 
 def spec_of(case: Case, classes: int, image: tuple[int, int, int] | None = None) -> ModelSpec:
     """Return which model a case names, for so many classes and, of images, for one shape."""
-    lora = case.lora.given() if case.lora is not None else None
+    labels, lora = max(2, classes), case.lora.given() if case.lora is not None else None
     return ModelSpec(
-        case.model,
-        case.task,
-        max(2, classes),
-        seed=case.seed,
-        layers=case.layers,
-        lora=lora,
-        loss=case.loss,
-        image=image,
+        case.model, case.task, labels, seed=case.seed, layers=case.layers, lora=lora, loss=case.loss, image=image
     )

@@ -49,10 +49,7 @@ def _facts(rows: Rows, records: Sequence[Record], shown: Sequence[Pair]) -> Fact
     return facts
 
 
-Key = tuple[str, str, int, str]
-
 _WORDS_A_SENTENCE = 80
-
 _LETTERS_A_WORD = 60
 
 
@@ -200,7 +197,7 @@ def _count(private: Texts | None) -> int:
     return len(private.original_words) if private else 0
 
 
-def _key(item: Record | Texts) -> Key:
+def _key(item: Record | Texts) -> tuple[str, str, int, str]:
     return item.case, item.setting, item.batch, item.attack
 
 

@@ -116,11 +116,7 @@ def _partly(name: str, summaries: Iterable[Summary], attacks: Sequence[Record]) 
         blind_spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
         pairs = (
             ("ROUGE-L", summary.scores.get("rougeL"), (blind_rouge.mean if blind_rouge else None) or 0.0),
-            (
-                "names and numbers",
-                summary.sensitive,
-                sum(blind_spans) / len(blind_spans) if blind_spans else 0.0,
-            ),
+            ("names and numbers", summary.sensitive, sum(blind_spans) / len(blind_spans) if blind_spans else 0.0),
         )
         for what, interval, guessed in pairs:
             lead = _lead(interval, guessed)
