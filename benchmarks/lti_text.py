@@ -171,7 +171,7 @@ def further(given: Options, cell: Cell, ready: Any) -> list[Record]:
     case = ready.case
     if not given.further or case.attack["name"] != "lti":
         return []
-    known = fitted(ready.attack, ready.client, ready.selection, ready.public, 1, case.seed, given.out / INVERTERS)
+    known = fitted(ready, given.out / INVERTERS).attack
     data = cell.case()
     data["data"] = data["data"] | {"skip": case.data.batches, "batches": given.further}
     data["attack"] = describe(known)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gradaudit.attacks.decode as attack_file
+import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.spec import DataSpec
@@ -25,7 +26,6 @@ from gradaudit.leakage.rowspace.growth import Grown
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
-from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining, Observation
 
@@ -45,7 +45,7 @@ def batch_of(model, first: int, size: int) -> Batch:
 
 def seen_of(model, batch: Batch, given: Given | None = None, selection: str = "0:q,k,v", **how) -> Observation:
     client = Client(model, **({"dropout": True, "freeze": ("embeddings",)} | how))
-    return client.observe(batch, Selection(selection), given or Given(), stream(3, "client"))
+    return tiny_models.seen_of(client, batch, selection, given or Given(), 3)
 
 
 def truth(batch: Batch) -> set[tuple[int, ...]]:
@@ -140,7 +140,7 @@ def test_a_clipped_gradient_is_read_with_the_share_that_it_tells(minilm):
     batch = batch_of(minilm, 20, 2)
     client = Client(minilm, defenses=(build("defense", "clip", {"norm": 1e-2}),))
     for given in (Given(), Given(batch_size=False)):
-        seen = client.observe(batch, Selection("0-2:q,k,v"), given, stream(0, "client"))
+        seen = tiny_models.seen_of(client, batch, "0-2:q,k,v", given, 0)
         found = Decode()(seen, stream(0, "attack"))
         assert set(found.sequences) == truth(batch)
         assert found.certificates == ("proven",) * 2
@@ -157,17 +157,13 @@ def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):
 
 def test_next_words_with_dropout_are_never_proven(load):
     model = load("gpt2", "causal-lm")
-    import tiny_models
-
     batch = tiny_models.batch_of(model, tiny_models.sentences((5,), 1))
-    seen = Client(model, dropout=True).observe(batch, Selection("all"), Given(), stream(0, "client"))
+    seen = tiny_models.seen_of(Client(model, dropout=True), batch, "all", Given(), 0)
     found = Decode()(seen, stream(0, "attack"))
     assert "proven" not in (found.certificates or ()), "its last word is not in it"
 
 
 def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load, monkeypatch):
-    import tiny_models
-
     model = load("llama")
     batch = tiny_models.batch_of(model, ["river stone", "moon of the"])
     right = [tuple(s) for s in batch.sequences()]
@@ -179,8 +175,6 @@ def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load,
 
 
 def test_adapters_are_refused_in_a_sentence(load):
-    import tiny_models
-
     model = load("llama")
     seen = tiny_models.seen_of(Client(model), tiny_models.batch_of(model, ["river stone"]))
     other = copy.copy(model)
@@ -220,8 +214,6 @@ def test_gpt2_with_dropout_before_its_normalization_is_read_back():
 
 
 def test_decoders_with_dropout_off_are_proven_by_explaining_the_whole_gradient(load):
-    import tiny_models
-
     model = load("llama")
     batch = tiny_models.batch_of(model, ["river stone", "moon of the"])
     seen = tiny_models.seen_of(Client(model), batch)
@@ -292,8 +284,6 @@ def test_taking_out_proves_only_when_every_rank_falls_by_exactly_the_length(mini
 
 @pytest.mark.parametrize("how", ["wrong", "missing", "delta", "right"])
 def test_decoders_are_proven_only_when_all_of_one_gradient_is_explained(load, monkeypatch, how):
-    import tiny_models
-
     model = load("llama")
     batch = tiny_models.batch_of(model, ["river stone", "moon of the"])
     training = LocalTraining("sgd", 0.1, 2) if how == "delta" else LocalTraining()

@@ -22,19 +22,19 @@ def test_the_demo_shows_what_leaks(tmp_path: Path, monkeypatch):
     quick = {name: ({"name": "tag", "steps": 3}, *attacks[1:]) for name, attacks in demo.ATTACKS.items()}
     monkeypatch.setattr(demo, "ATTACKS", quick)
     done = demo.run_demo(tmp_path, torch.device("cpu"))
-    by = {(r.setting, r.attack): r for r in done.records}
-    assert {r.error for r in done.records} == {None}
+    by = {(r.setting, r.attack): r for r in done}
+    assert {r.error for r in done} == {None}
     assert by["dropout off", "dager"].scores["exact"] == 100.0
     assert by[demo.PRACTICAL, "dager"].scores["exact"] == 0.0
     assert by[demo.PRACTICAL, "decode"].scores["exact"] == 100.0
     assert by[demo.PRACTICAL, "decode"].certificates == {"proven": 4}
-    assert all(r.batch_size == 4 for r in done.records)
+    assert all(r.batch_size == 4 for r in done)
     report = render(tmp_path, show_text=True).read_text()
     assert "insulin" in report
     assert "insulin" not in render(tmp_path).read_text()
     assert len(report.encode()) < 1_000_000
     again = demo.run_demo(tmp_path, torch.device("cpu"))
-    assert [r.model_dump() for r in again.records] == [r.model_dump() for r in done.records]
+    assert [r.model_dump() for r in again] == [r.model_dump() for r in done]
     back = load_bundle(tmp_path / "update")
     assert back.manifest.model.name == "minilm"
     assert back.manifest.knowledge["dropout"] == pytest.approx(0.1)

@@ -91,7 +91,7 @@ def test_clients_of_a_sum_remember_their_own(load, size):
     each = size // 4
     alone = []
     for n in range(4):
-        own = [b.part(slice(n * each, (n + 1) * each)) for b in batches]
+        own = [b.take(torch.arange(n * each, (n + 1) * each)) for b in batches]
         client = after_rounds(Client(model, defenses=FEEDBACK), own[:2], stream(0, "earlier"))
         alone.append(flat(client.update(own[2], stream(0, "attacked")).tensors))
     mean = torch.stack(alone).mean(0)

@@ -23,7 +23,7 @@ from gradaudit.data.images import load_images, public_images
 from gradaudit.data.spec import DataSpec
 from gradaudit.errors import MissingKnowledgeError
 from gradaudit.files import read_lines
-from gradaudit.judge.images import judge_images
+from gradaudit.judge.images import ImageJudge
 from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
 from gradaudit.leakage.images.matching import ImageMatch, match_for, total_variation
 from gradaudit.models.base import Model
@@ -219,7 +219,7 @@ def test_a_case_gives_the_attacker_no_audited_image(tmp_path: Path):
 
 
 def error_of(batch: ImageBatch, found: Reconstruction) -> float:
-    value = judge_images(batch, found).scores["mse"]
+    value = ImageJudge().judge(batch, found).scores["mse"]
     assert value is not None
     return value
 

@@ -12,7 +12,7 @@ from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.data.images import load_images, public_images
 from gradaudit.data.spec import DataSpec
-from gradaudit.judge.images import judge_images
+from gradaudit.judge.images import ImageJudge
 from gradaudit.leakage.images.matching import ImageMatch, ImageObjective
 from gradaudit.leakage.images.replay import ImageReplay, image_objective
 from gradaudit.models.images import ImageModel, load_image_model
@@ -129,7 +129,7 @@ def test_replaying_reads_what_one_gradient_does_not():
     for steps in (8, 0):
         attack = build("attack", "ig", {"steps": 200, "restarts": 2, "replayed_steps": steps})
         found[steps] = attack(seen, stream(0, "attack"))
-    errors = {n: judge_images(digit, one).scores["mse"] for n, one in found.items()}
+    errors = {n: ImageJudge().judge(digit, one).scores["mse"] for n, one in found.items()}
     assert found[8].details["replayed_steps"] == 4
     assert found[8].details["gradient_evaluations"] == 4 * found[0].details["gradient_evaluations"]
     assert found[8].notes == ()

@@ -18,7 +18,7 @@ from gradaudit.audit.prepare import prepare
 from gradaudit.audit.thresholds import parse
 from gradaudit.case import parse_case
 from gradaudit.data.png import png
-from gradaudit.judge.images import judge_images
+from gradaudit.judge.images import ImageJudge
 from gradaudit.metrics.images import MOST_DB, align_images, farthest, image_scores
 from gradaudit.metrics.summary import interval, summarize
 from gradaudit.record import ImageMarks, Pictures, Record
@@ -186,10 +186,10 @@ def test_the_report_shows_images_only_when_asked_for(run: Path):
 
 def test_a_failed_attack_scores_worst_and_keeps_its_reason():
     batch = ImageBatch(images(2, 0), torch.tensor([0, 1]))
-    nothing = judge_images(batch, Reconstruction())
+    nothing = ImageJudge().judge(batch, Reconstruction())
     assert [m.found for m in nothing.images] == [False, False]
     assert nothing.recovered == (None, None)
-    assert not nothing.alike
-    assert judge_images(batch, Reconstruction(images=batch.images)).alike
+    assert not nothing.solved
+    assert ImageJudge().judge(batch, Reconstruction(images=batch.images)).solved
     assert math.isclose(nothing.scores["mse"] or 0, float((batch.images - farthest(batch.images)).square().mean()),
                         rel_tol=1e-5)  # fmt: skip

@@ -73,9 +73,9 @@ def test_the_mean_update_is_the_mean_of_the_clients(clients, table, training):
     model, rng = model_of(), stream(0, "images")
     batch = ImageBatch(torch.rand(8, 1, 8, 8, generator=rng), torch.randint(10, (8,), generator=rng))
     client = Client(model, training, defenses=() if table is None else (build("defense", *table),))
-    size = 8 // clients
     each = [
-        client.update(batch.part(slice(n * size, (n + 1) * size)), stream(n, "own")).tensors for n in range(clients)
+        client.update(batch.take(rows), stream(n, "own")).tensors
+        for n, rows in enumerate(torch.arange(8).chunk(clients))
     ]
     found = mean_update(client, batch, clients, stream(1, "mean")).tensors
     for name, value in found.items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import tiny_models
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client
 from gradaudit.data.draw import draw, draw_numbers
@@ -148,7 +149,7 @@ def test_clients_behind_secure_aggregation_send_the_mean_of_their_updates():
     model = model_of()
     batch = batch_of(model, 4)
     both = Client(model, clients=2).update(batch, stream(0, "c")).tensors
-    parts = [Client(model).update(batch.part(slice(n, n + 2)), stream(0, "c")).tensors for n in (0, 2)]
+    parts = [Client(model).update(batch.take(torch.arange(n, n + 2)), stream(0, "c")).tensors for n in (0, 2)]
     for name, value in both.items():
         torch.testing.assert_close(value, (parts[0][name] + parts[1][name]) / 2)
 
@@ -193,8 +194,8 @@ def test_text_and_images_do_not_mix(load):
         Client(images).update(batch_of(model_of(image=(3, 8, 8)), 1), stream(0, "c"))
     with pytest.raises(BadInputError, match="is for decoders"):
         Client(images, padding="left")
-    seen = Client(images).observe(
-        batch_of(images, 1), Selection(), Given(lengths=True, longest=True, labels=True), stream(0, "c")
+    seen = tiny_models.seen_of(
+        Client(images), batch_of(images, 1), given=Given(lengths=True, longest=True, labels=True)
     )
     for name in known("attack"):
         if "image-classification" not in known("attack")[name].tasks:

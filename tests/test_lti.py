@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tiny_models
 from gradaudit.audit.fitted_rows import ROWS
 from gradaudit.audit.fitting import fit, target_of
 from gradaudit.client.client import Client
@@ -54,7 +55,7 @@ def fitted(client: Client, folder: Path, size: int = 1, count: int = TEXTS, **fi
 def seen_of(client: Client, rows: torch.Tensor, seed: int = 0, selection: str = SEEN) -> Observation:
     ids = rows.view(-1, rows.shape[-1]).tolist()
     batch = make_batch(client.model, ["made up"] * len(ids), None, ids)
-    return client.observe(batch, Selection(selection), Given(), stream(seed, "client"))
+    return tiny_models.seen_of(client, batch, selection, Given(), seed)
 
 
 def right(guesses, rows: torch.Tensor) -> float:
@@ -197,7 +198,7 @@ def test_everything_that_decides_what_is_simulated_is_in_the_target(load):
 def test_it_is_made_for_the_training_that_the_attacker_is_told_of(load):
     client = Client(load("gpt2", "causal-lm"), LocalTraining("sgd", 0.1, 1, 1), clients=2)
     batch = batch_of(client.model, sentences((4, 4, 4, 4), 1))
-    seen = client.observe(batch, Selection("all"), Given(), stream(0, "client"))
+    seen = tiny_models.seen_of(client, batch, "all", Given(), 0)
     refuse_misfit(target_of(client, Selection("all"), 4), seen)
 
 

@@ -25,7 +25,7 @@ from gradaudit.data.images import ImageRows, load_images, public_images
 from gradaudit.data.png import png
 from gradaudit.data.spec import DataSpec
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
-from gradaudit.judge.images import judge_images
+from gradaudit.judge.images import ImageJudge
 from gradaudit.learned.images.inverter import load_image_inverter
 from gradaudit.learned.images.kernel import Kernel, distances, fit_kernel
 from gradaudit.learned.images.network import in_slots
@@ -76,8 +76,8 @@ def errors(attack: LtiImages, client: Client, digits: ImageRows, size: int = 1) 
     """Mean squared error on audited images, and of the same answers held against other images (swap)."""
     rows = [AUDITED[n : n + size] for n in range(0, len(AUDITED) - size + 1, size)]
     found = [attack(seen_of(client, digits.batch(row)), stream(0, "attack")) for row in rows]
-    own = [judge_images(digits.batch(row), f).scores["mse"] for row, f in zip(rows, found, strict=True)]
-    swapped = [judge_images(digits.batch(row), f).scores["mse"] for row, f in zip(rows[1:], found, strict=False)]
+    own = [ImageJudge().judge(digits.batch(row), f).scores["mse"] for row, f in zip(rows, found, strict=True)]
+    swapped = [ImageJudge().judge(digits.batch(row), f).scores["mse"] for row, f in zip(rows[1:], found, strict=False)]
     return sum(x or 0.0 for x in own) / len(own), sum(x or 0.0 for x in swapped) / len(swapped)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny_models
 from gradaudit.audit.fitting import fit
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
@@ -48,7 +49,7 @@ def fitted(client: Client, folder: Path, public: Public, selection: str = "all",
 
 def seen_of(client: Client, row: list[int], seed: int, selection: str) -> Observation:
     batch = make_batch(client.model, ["made up"], None, [row])
-    return client.observe(batch, Selection(selection), Given(), stream(seed, "client"))
+    return tiny_models.seen_of(client, batch, selection, Given(), seed)
 
 
 def right(guesses, rows) -> float:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from gradaudit.judge.text import judge, sentence
+from gradaudit.judge.text import TextJudge, sentence
 from gradaudit.metrics.align import assign
 from gradaudit.metrics.rouge import has_bigram, rouge
 from gradaudit.metrics.summary import interval, summarize
@@ -122,13 +122,13 @@ def test_special_tokens_never_score(load, family):
     frame_only = (*special.prefix, *sorted(special.ids), *special.suffix)
     wrong = (*special.prefix, *model.content(model.encode("paris twelve seven")[0]), *special.suffix)
     for guess in (frame_only, wrong):
-        found = judge(model, batch, Reconstruction((guess,)), tuple(PUBLISHED))
+        found = TextJudge(model, tuple(PUBLISHED)).judge(batch, Reconstruction((guess,)))
         assert set(found.scores.values()) == {0.0}
         assert found.published["max-with-replacement"] == {"rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
         kept = found.published["special-tokens-kept"]["rouge1"]
         assert kept > 0 if model.special.prefix else kept == 0, "the papers' way gives points for no right word"
-    right = judge(model, batch, Reconstruction((tuple(model.content(batch.sequences()[0])),)))
-    assert right.all_exact, "a guess without its frame is still the text"
+    right = TextJudge(model).judge(batch, Reconstruction((tuple(model.content(batch.sequences()[0])),)))
+    assert right.solved, "a guess without its frame is still the text"
 
 
 def test_published_scorings_are_what_they_say():
@@ -187,12 +187,12 @@ def test_judge_gives_marks_texts_and_certificates_of_the_aligned_guess(load):
     model = load("bert")
     batch = batch_of(model, ["maria reads the letter", "river stone"])
     guesses = tuple(tuple(model.encode(t)[0]) for t in ("stone river", "the maria letter"))
-    found = judge(model, batch, Reconstruction(guesses, certificates=("guess", "likely")))
+    found = TextJudge(model).judge(batch, Reconstruction(guesses, certificates=("guess", "likely")))
     assert found.recovered == ("the maria letter", "stone river")
     assert [s.certificate for s in found.sentences] == ["likely", "guess"]
     assert Counter(found.sentences[0].original) == Counter(right=2, misplaced=1, missing=1)
     assert found.original_words == (("maria", "reads", "the", "letter"), ("river", "stone"))
-    assert not found.all_exact
+    assert not found.solved
     assert sentence(model, batch.sequences()[1]).with_special == "[CLS] river stone [SEP]"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny_models
 from gradaudit.client.client import Client
 from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
@@ -15,8 +16,6 @@ from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
-from gradaudit.selection import Selection
-from gradaudit.streams import stream
 from gradaudit.types import Given
 
 pytestmark = pytest.mark.minilm
@@ -35,7 +34,7 @@ def test_the_words_stand_out_and_little_else_does(minilm, name: str, fields: dic
     assert rows.labels is not None
     batch = make_batch(minilm, rows.texts[4:5], rows.labels[4:5])
     client = Client(minilm, defenses=(build("defense", name, fields),))
-    seen = client.observe(batch, Selection("0:q,k,v"), Given(), stream(0, "client"))
+    seen = tiny_models.seen_of(client, batch, "0:q,k,v", Given(), 0)
     stacked, _ = stack(seen, 0)
     assert stacked is not None
     found = [word.token for word in rank_words(minilm, stacked, 32, 0.05)]
@@ -49,7 +48,7 @@ def test_behind_the_words_taken_come_those_with_the_largest_share_in_the_span(mi
     assert rows.labels is not None
     batch = make_batch(minilm, rows.texts[:4], rows.labels[:4])
     client = Client(minilm, defenses=(build("defense", "topk", {"keep": 0.01}),))
-    seen = client.observe(batch, Selection("0:q,k,v"), Given(), stream(0, "client"))
+    seen = tiny_models.seen_of(client, batch, "0:q,k,v", Given(), 0)
     stacked, _ = stack(seen, 0)
     assert stacked is not None
     right = {token for ids in batch.sequences() for token in ids} - minilm.special.ids

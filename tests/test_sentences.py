@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiny_models
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.leakage.decoding import sentences
@@ -18,7 +19,6 @@ from gradaudit.leakage.decoding.sentences import DecodedRows, Signals, certifica
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
-from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Given
 from test_linking import HEADS, SIZE, made
@@ -109,7 +109,7 @@ def decoded() -> Any:
     texts = ["Rufus owes Clara nine euros.", "My key lies under the third pot.", "She came home late on Friday night."]
     batch = make_batch(model, texts, [0, 1, 1])
     client = Client(model, dropout=True, freeze=("embeddings",))
-    seen = client.observe(batch, Selection("0:q,k,v"), Given(), stream(3, "client"))
+    seen = tiny_models.seen_of(client, batch, "0:q,k,v", Given(), 3)
     first = span(seen, 0)
     assert first is not None
     inputs = MaskedInputs(model, first)

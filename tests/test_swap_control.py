@@ -10,7 +10,7 @@ import torch
 
 from gradaudit.client.client import Client
 from gradaudit.errors import AuditError
-from gradaudit.judge.text import judge
+from gradaudit.judge.text import TextJudge
 from gradaudit.registry import build, known
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction
@@ -30,7 +30,7 @@ QUICK = {
 
 
 def rouge1(model, batch: Batch, found: Reconstruction) -> float:
-    value = judge(model, batch, found).scores["rouge1"]
+    value = TextJudge(model).judge(batch, found).scores["rouge1"]
     assert value is not None
     return value
 

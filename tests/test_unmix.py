@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
@@ -15,7 +16,6 @@ from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
-from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Given
 
@@ -32,7 +32,7 @@ def minilm():
 def seen_of(model, name: str, fields: dict):
     batch = make_batch(model, TEXTS, [1, 0])
     client = Client(model, defenses=(build("defense", name, fields),))
-    return batch, client.observe(batch, Selection("0-2:q,k,v"), Given(), stream(0, "client"))
+    return batch, tiny_models.seen_of(client, batch, "0-2:q,k,v", Given(), 0)
 
 
 @pytest.mark.parametrize(

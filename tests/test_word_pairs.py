@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tiny_models
 from gradaudit.audit.fitting import fit
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
@@ -122,7 +123,7 @@ def test_text_that_goes_on_as_public_text_does_is_read_better(made):
         found = []
         for n, row in enumerate(rows):
             batch = make_batch(client.model, ["made up"], None, [row.tolist()])
-            found.append(inverter.sentences(client.observe(batch, Selection("all"), Given(), stream(n, "client")))[0])
+            found.append(inverter.sentences(tiny_models.seen_of(client, batch, "all", Given(), n))[0])
         return float((torch.tensor(found) == rows.roll(other, 0)).float().mean())
 
     assert float(whole.pairs.counts.sum()) == 380 * (LENGTH - 1), "what is held out is not counted"

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from gradaudit.client.client import Client
+from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.data.text import make_batch
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
@@ -151,4 +152,6 @@ def seen_of(
     client: Client, batch: Batch, selection: str = "all", given: Given | None = None, seed: int = 0
 ) -> Observation:
     """Return what an attacker with the usual knowledge sees of a batch."""
-    return client.observe(batch, Selection(selection), given or Given(), stream(seed, "client"))
+    update = client.update(batch, stream(seed, "client"))
+    knowledge = knowledge_of(batch, update, given or Given())
+    return observation(client.model, update, Selection(selection), knowledge)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gradaudit.data.spec import DataSpec, PublicSpec
+from gradaudit.data.spec import LATER, DataSpec, Later, PublicSpec
 from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.metrics.text import PUBLISHED
@@ -29,12 +29,14 @@ class ClientTable(_Table):
     """[client]: how the update is made."""
 
     dropout: bool = Field(default=False, description="train with dropout on, at the model's configured rates")
-    dropout_rate: float | None = Field(
+    dropout_rate: Later[float | None] = Field(
         default=None, gt=0, lt=1, description="rate at every place that drops out, when dropout is on; else configured"
     )
     freeze: tuple[str, ...] = Field(default=(), description='not trained: "embeddings", "0-2:q,k,v", ...')
-    padding: Literal["right", "left"] = Field(default="right", description='side of the padding; "left" for decoders')
-    clients: int = Field(
+    padding: Later[Literal["right", "left"]] = Field(
+        default="right", description='side of the padding; "left" for decoders'
+    )
+    clients: Later[int] = Field(
         default=1, ge=1, description="share each batch in equal parts; the server sees the mean of their updates alone"
     )
     optimizer: Literal["none", "sgd", "adamw"] = Field(default="none", description='"none" sends one gradient')
@@ -72,7 +74,7 @@ class KnowledgeTable(_Table):
 
     batch_size: bool = Field(default=True, description="number of sentences")
     lengths: bool = Field(default=False, description="tokens of each sentence")
-    longest: bool = Field(default=False, description="tokens of the longest sentence")
+    longest: Later[bool] = Field(default=False, description="tokens of the longest sentence")
     labels: bool = Field(default=False, description="class labels")
     training: bool = Field(default=True, description="optimizer, learning rate, epochs, minibatch")
     dropout: bool = Field(default=True, description="the dropout rate")
@@ -100,7 +102,7 @@ class MetricsTable(_Table):
 
     published: tuple[str, ...] = Field(default=(), description="the papers' own scorings to show beside ours")
     diagnose: bool = Field(default=True, description="compare the matching loss at the truth and at the guess")
-    lpips: str | None = Field(
+    lpips: Later[str | None] = Field(
         default=None, min_length=1, description="file of AlexNet's and LPIPS' weights (safetensors), for images"
     )
 
@@ -131,12 +133,16 @@ class Case(_Table):
     model: str = Field(default="minilm", description="embedded name, hub id, folder, or random:SHAPE")
     layers: int | None = Field(default=None, ge=1, description="keep only the first blocks of the model")
     task: Task = Field(default="classification", description='"classification", "causal-lm" or "image-classification"')
-    loss: Loss = Field(default="cross-entropy", description='"cross-entropy", or "squared": logits from one-hot labels')
+    loss: Later[Loss] = Field(
+        default="cross-entropy", description='"cross-entropy", or "squared": logits from one-hot labels'
+    )
     seed: int = Field(default=0, ge=0, description="every random stream derives from it")
     data: DataSpec = Field(default_factory=DataSpec)
-    public: PublicSpec | None = Field(default=None, description="[public] table: what the attacker has from elsewhere")
+    public: Later[PublicSpec | None] = Field(
+        default=None, description="[public] table: what the attacker has from elsewhere"
+    )
     client: ClientTable = ClientTable()
-    lora: LoraTable | None = Field(default=None, description="[lora] table: adapters through peft (extra: lora)")
+    lora: Later[LoraTable | None] = Field(default=None, description="[lora] table: adapters through peft (extra: lora)")
     knowledge: KnowledgeTable = KnowledgeTable()
     selection: SelectionTable = SelectionTable()
     defense: tuple[dict[str, Any], ...] = Field(default=(), description="[[defense]] tables, in order")
@@ -189,33 +195,13 @@ class Case(_Table):
     def content_hash(self) -> str:
         """Return 16 hex digits that change with anything that can change the result."""
         data = self.resolved()
-        del data["published"]  # another paper's numbers change nothing in ours
         one = self.client.optimizer == "none"
         data["attack"] = json.loads(json.dumps(identity(self.build_attack(), one)))
         data["defense"] = [json.loads(json.dumps(identity(d, one))) for d in self.build_defenses()]
-        if data["client"]["dropout_rate"] is None:
-            del data["client"]["dropout_rate"]  # came later: cases that do not set it keep their ids
-        if data["lora"] is None:
-            del data["lora"]  # the same
-        if data["public"] is None:
-            del data["public"]  # the same
-        if data["data"]["window"] is None:
-            del data["data"]["window"]  # the same
-        for table in ("data", "public"):
-            if table in data and data[table]["image"] == "image":
-                del data[table]["image"]  # the same
-        if "public" in data and data["public"]["source"] != "words":
-            del data["public"]["language"]  # the same
-        if data["client"]["padding"] == "right":
-            del data["client"]["padding"]  # the same
-        if data["client"]["clients"] == 1:
-            del data["client"]["clients"]  # the same
-        if data["metrics"]["lpips"] is None:
-            del data["metrics"]["lpips"]  # the same
-        if data["loss"] == "cross-entropy":
-            del data["loss"]  # the same
-        if not data["knowledge"]["longest"]:
-            del data["knowledge"]["longest"]  # the same
+        _leave_out_later(self, data)
+        del data["published"]  # another paper's numbers change nothing in ours
+        if self.public is not None and self.public.source != "words":
+            del data["public"]["language"]
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -239,6 +225,16 @@ class Case(_Table):
             parts.append(f"{self.client.optimizer} {self.client.epochs} epochs")
         parts += [str(d.get("name")) for d in self.defense]
         return "; ".join(parts)
+
+
+def _leave_out_later(table: BaseModel, data: dict[str, Any]) -> None:
+    """Take out of a table's data what was added later and is not set, so that cases of before keep their ids."""
+    for name, field in type(table).model_fields.items():
+        value = getattr(table, name)
+        if LATER in field.metadata and value == field.default:
+            del data[name]
+        elif isinstance(value, BaseModel):
+            _leave_out_later(value, data[name])
 
 
 def _build(kind: str, table: dict[str, Any]) -> Any:

@@ -112,9 +112,7 @@ def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
         {
             "name": f.name,
             "default": list(f.default) if isinstance(f.default, tuple) else f.default,
-            "about": f.metadata.get("about", ""),
-            "unit": f.metadata.get("unit", ""),
-            "source": f.metadata.get("source", ""),
+            **{key: f.metadata.get(key, "") for key in ("about", "unit", "source")},
         }
         for f in dataclasses.fields(cls)
     ]

@@ -7,17 +7,58 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import click
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from gradaudit import __version__
+from gradaudit.accounting.check import check as check_claim
+from gradaudit.accounting.claim import load_claims
+from gradaudit.audit import run as audit
+from gradaudit.audit.estimate import estimate
+from gradaudit.audit.fitting import fit_case
+from gradaudit.audit.info import RECORDS, TEXTS
 from gradaudit.audit.prepare import pick_device, prepare
+from gradaudit.audit.thresholds import check_scores, parse
+from gradaudit.bundles.examine import Examination, examine
+from gradaudit.bundles.rounds import examine_rounds, save_rounds
+from gradaudit.case import load_case
+from gradaudit.catalog import EXAMPLE, details, listing
+from gradaudit.data.png import room_for_pictures
+from gradaudit.demo import IMAGE_COUNT, run_demo
 from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
+from gradaudit.files import read_lines
+from gradaudit.leakage.matching.compiled import compiling
+from gradaudit.machine import ready_process
+from gradaudit.metrics.summary import summarize
+from gradaudit.models.spec import kind_of
+from gradaudit.progress import step
+from gradaudit.record import Record, Summary, Texts
+from gradaudit.report.frontier_page import write_frontiers
+from gradaudit.report.render import render
+from gradaudit.report.terminal import (
+    compared,
+    harmless,
+    legend,
+    print_examination,
+    print_findings,
+    print_rounds,
+    progress_bars,
+    summary_tables,
+    sweep_table,
+)
+from gradaudit.scores import SCORES
+from gradaudit.sweeps.frontier import frontiers
+from gradaudit.sweeps.sweep import TABLE, Result, load_sweep, run_sweep
+from gradaudit.verdict.run import verdict
 
 app = typer.Typer(
     help="How much private text, and how well images, can be read back from the updates a model training sends?",
@@ -27,10 +68,16 @@ app = typer.Typer(
     epilog="Exit codes: 0 done; 1 a threshold is crossed or a claim does not hold; 2 bad input; 3 inconclusive.",
 )
 out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
 _INTERRUPTED = 130
 """What typer returns after Ctrl-C in a command."""
-err = Console(stderr=True, highlight=False)
 
+
+def _set(help_: str | None = None) -> Any:
+    return typer.Option("--set", metavar="KEY=VALUE", help=help_)
+
+
+CaseFile = Annotated[Path, typer.Argument(metavar="CASE.toml")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU when there is one.")]
 Compile = Annotated[
     bool,
@@ -55,74 +102,55 @@ def demo(
     ] = False,
 ) -> None:
     """Audit a real model's update on embedded sentences and show what leaks (two minutes)."""
+    place = _ready(device)
     if vision:
-        _demo_of_images(folder, device)
-        return
-    from gradaudit.audit.prepare import pick_device
-    from gradaudit.demo import run_demo
-    from gradaudit.machine import ready_process
-    from gradaudit.metrics.summary import summarize
-    from gradaudit.report.render import render
-    from gradaudit.report.terminal import compared, legend, progress_bars, summary_tables
-
-    ready_process()
-    place = pick_device(device)
-    err.print(
-        "[bold]gradaudit demo[/bold]: MiniLM-L6 (real weights) takes one fine-tuning step on 4 private sentences. "
-        "The server that gets the update tries to read them back.\n"
-    )
+        err.print(
+            "[bold]gradaudit demo --vision[/bold]: LeNet (random weights) takes one step on a handwritten digit, "
+            f"{IMAGE_COUNT} times. The server that gets the update tries to see the digit.\n"
+        )
+    else:
+        err.print(
+            "[bold]gradaudit demo[/bold]: MiniLM-L6 (real weights) takes one fine-tuning step on 4 private sentences. "
+            "The server that gets the update tries to read them back.\n"
+        )
     with progress_bars(err):
-        done = run_demo(folder, place)
-    report = render(folder, show_text=True)  # the demo's sentences are invented and public
-    # the practical setting comes last: among equals it is the one to show
-    best = max(reversed(done.records), key=lambda r: r.scores["rougeL"] or 0.0)
-    texts = done.texts[done.records.index(best)]
-    order = sorted(range(len(best.sentences)), key=lambda i: -best.sentences[i].rougeL)
-    out.print(f"\n[bold]What '{best.attack}' read out of the update[/bold] ({escape(best.setting)})\n")
-    for line in compared(best, texts, sorted(order[:3])) if texts is not None else ():
-        out.print(line)
-    out.print(legend() if texts is not None else "texts.jsonl is not in the folder any more")
-    summaries = summarize(done.records)
-    for table in summary_tables(summaries):
-        out.print(table)
-    out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict(summaries, done.records))}\n")
-    out.print(f"report   {report}\nrecords  {folder / 'records.jsonl'}\nupdate   {folder / 'update'}")
-
-
-def _demo_of_images(folder: Path, device: str) -> None:
-    from gradaudit.audit.prepare import pick_device
-    from gradaudit.demo import IMAGE_COUNT, run_image_demo
-    from gradaudit.machine import ready_process
-    from gradaudit.metrics.summary import summarize
-    from gradaudit.report.render import render
-    from gradaudit.report.terminal import progress_bars, summary_tables
-
-    ready_process()
-    place = pick_device(device)
-    err.print(
-        f"[bold]gradaudit demo --vision[/bold]: LeNet (random weights) takes one step on a handwritten digit, "
-        f"{IMAGE_COUNT} "
-        "times. The server that gets the update tries to see the digit.\n"
-    )
-    with progress_bars(err):
-        records = run_image_demo(folder, place)
-    report = render(folder, show_text=True)  # the digits are public
+        records = run_demo(folder, place, vision)
+    page = render(folder, show_text=True)  # the demo's sentences are invented, and its digits public
+    if not vision:
+        _print_best(records, folder)
     summaries = summarize(records)
     for table in summary_tables(summaries):
         out.print(table)
-    out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict(summaries, records))}\n")
-    out.print(f"report   {report}  (the digits side by side)\nrecords  {folder / 'records.jsonl'}", soft_wrap=True)
+    out.print(f"\n[bold]Verdict:[/bold] {escape(verdict(summaries, records).sentence)}\n")
+    if vision:
+        out.print(f"report   {page}  (the digits side by side)\nrecords  {folder / RECORDS}", soft_wrap=True)
+    else:
+        out.print(f"report   {page}\nrecords  {folder / RECORDS}\nupdate   {folder / 'update'}")
+
+
+def _print_best(records: Sequence[Record], folder: Path) -> None:
+    """Print the three sentences that were read best."""
+    # the practical setting comes last: among equals it is the one to show
+    best = max(reversed(records), key=lambda r: r.scores["rougeL"] or 0.0)
+    whose = (best.case, best.attack)
+    texts = next((t for t in read_lines(folder / TEXTS, Texts) if (t.case, t.attack) == whose), None)
+    out.print(f"\n[bold]What '{best.attack}' read out of the update[/bold] ({escape(best.setting)})\n")
+    if texts is None:
+        out.print("texts.jsonl is not in the folder any more")
+        return
+    order = sorted(range(len(best.sentences)), key=lambda i: -best.sentences[i].rougeL)
+    for line in compared(best, texts, sorted(order[:3])):
+        out.print(line)
+    out.print(legend())
 
 
 @app.command()
 def run(
-    case_file: Annotated[Path, typer.Argument(metavar="CASE.toml")],
+    case_file: CaseFile,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Folder for records and report.", show_default="out/CASE-HASH")
     ] = None,
-    set_: Annotated[
-        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. attack.steps=100.")
-    ] = [],  # noqa: B006 - typer's way
+    set_: Annotated[list[str], _set("Override, e.g. attack.steps=100.")] = [],  # noqa: B006 - typer's way
     device: Device = "auto",
     compile_: Compile = False,
     as_json: Json = False,
@@ -130,58 +158,41 @@ def run(
     fail_on: Annotated[list[str], typer.Option(metavar="SCORE>VALUE", help="Exit 1 when a mean score crosses.")] = [],  # noqa: B006
 ) -> None:
     """Run a case: attack every batch, judge it, write records and a report. Run again to go on after a stop."""
-    from gradaudit.audit import run as audit
-    from gradaudit.audit.thresholds import check_scores, parse
-    from gradaudit.case import load_case
-    from gradaudit.leakage.matching.compiled import compiling
-    from gradaudit.machine import ready_process
-    from gradaudit.metrics.summary import summarize
-    from gradaudit.models.spec import kind_of
-    from gradaudit.progress import step
-    from gradaudit.report.render import render
-    from gradaudit.report.terminal import progress_bars, summary_tables
-    from gradaudit.scores import SCORES
-
     limits = parse(fail_on)
     case = load_case(case_file, set_)
     check_scores(limits, SCORES[kind_of(case.task)], ["lpips"] if case.metrics.lpips is not None else [])
     # by its hash, so that another setting does not meet this one's records
     folder = folder or Path("out") / f"{case_file.stem}-{case.content_hash()[:8]}"
-    ready_process()
-    place = pick_device(device)
-    records = []
-    try:
-        with progress_bars(err, quiet=as_json), compiling(compile_):
-            ready = prepare(case, case_file.resolve().parent, place)
-            for record in audit.run(ready, folder):
-                records.append(record)
-                step("batches", len(records), len(ready.batches))
-                if as_json:
-                    _print_json(_record_line(record))
-    except KeyboardInterrupt:
-        err.print(
-            f"interrupted; {len(records)} of {case.data.batches} batches are kept in {folder}, "
-            "run the same command again to go on"
-        )
-        raise typer.Exit(ExitCode.INCONCLUSIVE) from None
+    place = _ready(device)
+    records: list[Record] = []
+    with (
+        _going_on(lambda: f"{len(records)} of {case.data.batches} batches are kept in {folder}"),
+        progress_bars(err, quiet=as_json),
+        compiling(compile_),
+    ):
+        ready = prepare(case, case_file.resolve().parent, place)
+        for record in audit.run(ready, folder):
+            records.append(record)
+            step("batches", len(records), len(ready.batches))
+            if as_json:
+                _print_json(_record_line(record))
     summary = summarize(records)[0]
-    report = render(folder, show_text=show_text)
+    page = render(folder, show_text=show_text)
     if as_json:
         _print_json(_summary_line(summary))
     else:
         for table in summary_tables([summary]):
             out.print(table)
         out.print(f"{escape(ready.model.spec.title)}, {escape(ready.rows.where)}")
-        out.print(f"\n[bold]Verdict:[/bold] {escape(_verdict([summary], records))}\n\nreport   {report}")
-        for problem in sorted({r.error for r in records if r.error}):
-            err.print(f"[yellow]failed:[/yellow] {plain(problem)}")
+        told = verdict([summary], records).sentence
+        out.print(f"\n[bold]Verdict:[/bold] {escape(told)}\n\nreport   {page}")
+        _print_problems("failed", (r.error for r in records))
     crossed = [str(t) for t in limits if t.crossed(summary)]
     if crossed:
         err.print(f"threshold crossed: {', '.join(crossed)}")
         raise typer.Exit(ExitCode.THRESHOLD_CROSSED)
     if summary.failed == summary.n:
-        err.print("inconclusive: every batch failed, see the errors above; a failed attack is no sign of safety")
-        raise typer.Exit(ExitCode.INCONCLUSIVE)
+        raise _inconclusive("every batch failed, see the errors above; a failed attack is no sign of safety")
 
 
 @app.command()
@@ -192,7 +203,7 @@ def attack(
     name: Annotated[
         str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="dager; of images ig")
     ] = None,
-    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Attack field, e.g. steps=100.")] = [],  # noqa: B006
+    set_: Annotated[list[str], _set("Attack field, e.g. steps=100.")] = [],  # noqa: B006
     selection: Annotated[str, typer.Option(help="Which gradients the attacker sees.")] = "all",
     model: Annotated[str | None, typer.Option(help="Model to use in place of the one the bundle names.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack's random stream.")] = 0,
@@ -205,16 +216,7 @@ def attack(
     as_json: Json = False,
 ) -> None:
     """Attack update bundles that you are entitled to examine; no truth is needed."""
-    from gradaudit.audit.prepare import pick_device
-    from gradaudit.bundles.examine import Examination, examine
-    from gradaudit.bundles.rounds import examine_rounds, save_rounds
-    from gradaudit.data.png import room_for_pictures
-    from gradaudit.leakage.matching.compiled import compiling
-    from gradaudit.machine import ready_process
-    from gradaudit.report.terminal import print_examination, print_rounds, progress_bars
-
-    ready_process()
-    place = pick_device(device)
+    place = _ready(device)
     if save is not None:
         room_for_pictures(save)  # before the attack, which may take hours
 
@@ -240,34 +242,23 @@ def attack(
     if not isinstance(found, Examination) and found.failed:
         raise typer.Exit(ExitCode.BAD_INPUT)
     if not found.count:
-        err.print("inconclusive: nothing was recovered, which is no sign of safety; try another attack")
-        raise typer.Exit(ExitCode.INCONCLUSIVE)
+        raise _inconclusive("nothing was recovered, which is no sign of safety; try another attack")
 
 
 @app.command()
 def fit(
-    case_file: Annotated[Path, typer.Argument(metavar="CASE.toml")],
+    case_file: CaseFile,
     folder: Annotated[Path, typer.Option("--out", help="Folder that becomes what was learned.")],
-    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. attack.epochs=5.")] = [],  # noqa: B006
+    set_: Annotated[list[str], _set("Override, e.g. attack.epochs=5.")] = [],  # noqa: B006
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Fit the attack of a case to its client, on [public] text alone. Run again to go on after a stop."""
-    from gradaudit.audit.fitting import fit_case
-    from gradaudit.case import load_case
-    from gradaudit.machine import ready_process
-    from gradaudit.report.terminal import progress_bars
-
     case = load_case(case_file, set_)
-    ready_process()
-    place = pick_device(device)
-    try:
-        with progress_bars(err, quiet=as_json):
-            ready = prepare(case, case_file.resolve().parent, place)
-            found = fit_case(ready.attack, ready.client, ready.selection, ready.public, case, folder)
-    except KeyboardInterrupt:
-        err.print(f"interrupted; what was learned so far is kept in {folder}, run the same command again to go on")
-        raise typer.Exit(ExitCode.INCONCLUSIVE) from None
+    place = _ready(device)
+    with _going_on(lambda: f"what was learned so far is kept in {folder}"), progress_bars(err, quiet=as_json):
+        ready = prepare(case, case_file.resolve().parent, place)
+        found = fit_case(ready, folder)
     if as_json:
         _print_json({"inverter": str(folder), **found})
         return
@@ -283,8 +274,6 @@ def report(
     show_text: ShowText = False,
 ) -> None:
     """Write a run's report.html anew, with or without the private text."""
-    from gradaudit.report.render import render
-
     out.print(str(render(folder, show_text=show_text)), soft_wrap=True)
 
 
@@ -294,8 +283,6 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List what there is to choose from."""
-    from gradaudit.catalog import listing
-
     items = listing(kind)
     if as_json:
         _print_json(items)
@@ -312,8 +299,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one attack, defense, model or metric: fields, defaults, sources; 'show case example' prints a case."""
-    from gradaudit.catalog import EXAMPLE, details
-
     if kind == "case":
         if name != "example":
             raise BadInputError("there is one case to show: 'gradaudit show case example'")
@@ -338,22 +323,14 @@ def show(
 
 @app.command()
 def check(
-    case_file: Annotated[Path, typer.Argument(metavar="CASE.toml")],
-    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE")] = [],  # noqa: B006
+    case_file: CaseFile,
+    set_: Annotated[list[str], _set()] = [],  # noqa: B006
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Validate a case, print it with every default, and estimate its time and memory."""
-    from dataclasses import asdict
-
-    from gradaudit.audit.estimate import estimate
-    from gradaudit.audit.prepare import pick_device, prepare
-    from gradaudit.case import load_case
-    from gradaudit.machine import ready_process
-
     case = load_case(case_file, set_)
-    ready_process()
-    ready = prepare(case, case_file.resolve().parent, pick_device(device))
+    ready = prepare(case, case_file.resolve().parent, _ready(device))
     cost = estimate(ready)
     if as_json:
         _print_json({"case": case.resolved(), "hash": case.content_hash(), "estimate": asdict(cost)})
@@ -378,7 +355,7 @@ def sweep(
         Path | None,
         typer.Option("--out", help="Folder for a run a point, and the table of all.", show_default="out/SWEEP"),
     ] = None,
-    set_: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override, e.g. data.batches=2.")] = [],  # noqa: B006
+    set_: Annotated[list[str], _set("Override, e.g. data.batches=2.")] = [],  # noqa: B006
     device: Device = "auto",
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that share the points.")] = 1,
     compile_: Compile = False,
@@ -386,47 +363,31 @@ def sweep(
     show_text: ShowText = False,
 ) -> None:
     """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
-    from dataclasses import asdict
-
-    from gradaudit.audit.prepare import pick_device
-    from gradaudit.leakage.matching.compiled import compiling
-    from gradaudit.machine import ready_process
-    from gradaudit.report.frontier_page import write_frontiers
-    from gradaudit.report.terminal import progress_bars, sweep_table
-    from gradaudit.sweeps.frontier import frontiers
-    from gradaudit.sweeps.sweep import TABLE, load_sweep, run_sweep
-
     asked = load_sweep(sweep_file, set_)
     folder = folder or Path("out") / sweep_file.stem
-    ready_process()
-    place = pick_device(device)
-    results = []
-    try:
-        with progress_bars(err, quiet=as_json), compiling(compile_):
-            for result in run_sweep(asked, sweep_file.resolve().parent, folder, place, jobs):
-                results.append(result)
-                if as_json:
-                    scores = None if result.summary is None else _summary_line(result.summary)
-                    _print_json(
-                        {
-                            "values": dict(result.point.values),
-                            "error": result.failed,
-                            "summary": scores,
-                            "utility": None if result.utility is None else asdict(result.utility),
-                        }
-                    )
-    except KeyboardInterrupt:
-        err.print(
-            f"interrupted; {len(results)} of {len(asked.points)} points are kept in {folder}, "
-            "run the same command again to go on"
-        )
-        raise typer.Exit(ExitCode.INCONCLUSIVE) from None
+    place = _ready(device)
+    results: list[Result] = []
+    with (
+        _going_on(lambda: f"{len(results)} of {len(asked.points)} points are kept in {folder}"),
+        progress_bars(err, quiet=as_json),
+        compiling(compile_),
+    ):
+        for result in run_sweep(asked, sweep_file.resolve().parent, folder, place, jobs):
+            results.append(result)
+            if as_json:
+                _print_json(
+                    {
+                        "values": dict(result.point.values),
+                        "error": result.failed,
+                        "summary": None if result.summary is None else _summary_line(result.summary),
+                        "utility": None if result.utility is None else asdict(result.utility),
+                    }
+                )
     order = {point.case.content_hash(): number for number, point in enumerate(asked.points)}
     results.sort(key=lambda r: order[r.point.case.content_hash()])
     if not as_json:
         out.print(sweep_table(results))
-        for problem in sorted({r.failed for r in results if r.failed}):
-            err.print(f"[yellow]not run:[/yellow] {plain(problem)}")
+        _print_problems("not run", (r.failed for r in results))
         out.print(f"table  {folder / TABLE}", soft_wrap=True)
     if asked.utility is not None:
         found = frontiers(results)
@@ -436,20 +397,12 @@ def sweep(
                 out.print(f"\n[bold]Batches of {one.batch_size}:[/bold] {escape(one.reason)}")
             out.print(f"frontier  {page}", soft_wrap=True)
     if all(r.failed for r in results):
-        err.print("inconclusive: no point could be run, see above; a failed attack is no sign of safety")
-        raise typer.Exit(ExitCode.INCONCLUSIVE)
+        raise _inconclusive("no point could be run, see above; a failed attack is no sign of safety")
 
 
 @app.command()
-def claims(
-    claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml")],
-    as_json: Json = False,
-) -> None:
+def claims(claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml")], as_json: Json = False) -> None:
     """Say which epsilon a declared privacy mechanism really supports, and for whose data (no attack is run)."""
-    from gradaudit.accounting.check import check as check_claim
-    from gradaudit.accounting.claim import load_claims
-    from gradaudit.report.terminal import print_findings
-
     findings = [check_claim(claim) for claim in load_claims(claims_file)]
     if as_json:
         for found in findings:
@@ -462,26 +415,44 @@ def claims(
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         out.print(f"gradaudit {__version__}")
         raise typer.Exit()
 
 
-def _verdict(summaries: Any, records: Any) -> str:
-    from gradaudit.verdict.run import verdict
+def _ready(device: str) -> torch.device:
+    """Set the process up and return the device that a command was asked to take."""
+    ready_process()
+    return pick_device(device)
 
-    return verdict(summaries, records).sentence
+
+@contextmanager
+def _going_on(kept: Callable[[], str]) -> Iterator[None]:
+    """End a command that Ctrl-C stops inside the block with what is kept, and that the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        err.print(f"interrupted; {kept()}, run the same command again to go on")
+        raise typer.Exit(ExitCode.INCONCLUSIVE) from None
 
 
-def _record_line(record: Any) -> dict[str, Any]:
+def _inconclusive(why: str) -> typer.Exit:
+    err.print(f"inconclusive: {why}")
+    return typer.Exit(ExitCode.INCONCLUSIVE)
+
+
+def _print_problems(what: str, errors: Iterable[str | None]) -> None:
+    for problem in sorted({error for error in errors if error}):
+        err.print(f"[yellow]{what}:[/yellow] {plain(problem)}")
+
+
+def _record_line(record: Record) -> dict[str, Any]:
     # spectra, word marks and scores of single images are long, and in records.jsonl
-    return record.model_dump(mode="json", exclude={"spectrum", "sentences", "images", "images_baseline"})  # type: ignore[no-any-return]
+    return record.model_dump(mode="json", exclude={"spectrum", "sentences", "images", "images_baseline"})
 
 
-def _summary_line(summary: Any) -> dict[str, Any]:
+def _summary_line(summary: Summary) -> dict[str, Any]:
     data = summary.model_dump(mode="json")
     for side in ("scores", "baseline"):
         intervals = data[side]
@@ -493,7 +464,7 @@ def _summary_line(summary: Any) -> dict[str, Any]:
         value = data["sensitive"]
         data["intervals"]["sensitive"] = [value["low"], value["high"]]
         data["sensitive"] = value["mean"]
-    return data  # type: ignore[no-any-return]
+    return data
 
 
 def _print_json(data: Any) -> None:
@@ -503,13 +474,12 @@ def _print_json(data: Any) -> None:
 
 def plain(text: str) -> str:
     """Return text as a console shows it: neither markup nor control characters, whoever wrote the file it is from."""
-    from gradaudit.report.terminal import harmless
-
     return escape(harmless(text))
 
 
 def main() -> NoReturn:
     """Run the program; every expected error is one sentence on standard error."""
+    code: int | None = ExitCode.BAD_INPUT
     try:
         code = app(standalone_mode=False)
         if code == _INTERRUPTED:
@@ -519,19 +489,13 @@ def main() -> NoReturn:
         code = ExitCode.INCONCLUSIVE if stop.code else 0
     except click.ClickException as problem:
         problem.show()
-        code = ExitCode.BAD_INPUT
-    except NotSupportedError as problem:
-        err.print(f"[red]not supported:[/red] {plain(str(problem))}")
-        code = ExitCode.BAD_INPUT
     except AuditError as problem:
-        err.print(f"[red]error:[/red] {plain(str(problem))}")
-        code = ExitCode.BAD_INPUT
+        what = "not supported" if isinstance(problem, NotSupportedError) else "error"
+        err.print(f"[red]{what}:[/red] {plain(str(problem))}")
     except OSError as problem:
         err.print(f"[red]error:[/red] {plain(problem.strerror or str(problem))}: {plain(str(problem.filename or ''))}")
-        code = ExitCode.BAD_INPUT
     except MemoryError:
         err.print("[red]error:[/red] not enough memory; see 'gradaudit check' for what a case needs")
-        code = ExitCode.BAD_INPUT
     except (KeyboardInterrupt, click.exceptions.Abort):
         err.print("interrupted")
         code = ExitCode.INCONCLUSIVE

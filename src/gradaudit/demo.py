@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gradaudit.audit.batch import audit_batch, sent
-from gradaudit.audit.fitting import INVERTERS
-from gradaudit.audit.info import TEXTS, describe_client, run_info, write_info
+from gradaudit.audit.batch import sent
+from gradaudit.audit.fitting import INVERTERS, fitted
+from gradaudit.audit.info import describe_client, run_info, write_info
 from gradaudit.audit.prepare import Prepared, prepare, private_batch
-from gradaudit.audit.run import LEARNED, audited, fitted_case, open_folder
+from gradaudit.audit.run import LEARNED, audited, open_folder
 from gradaudit.bundles.bundle import save_bundle
 from gradaudit.case import Case, parse_case
-from gradaudit.files import append_line, only_writer, read_lines
+from gradaudit.files import only_writer
 from gradaudit.progress import step
-from gradaudit.record import Record, Texts
+from gradaudit.record import Record
 from gradaudit.workspace import learned_in
 
 OFF, PRACTICAL = "dropout off", "dropout on, embeddings frozen"
@@ -46,21 +45,6 @@ IMAGE_COUNT = 4
 """Images read, each from an update of its own."""
 
 
-@dataclass(frozen=True)
-class Demo:
-    """A finished demo.
-
-    Args:
-        folder: with report.html, records.jsonl, texts.jsonl, run.json and the bundle in "update".
-        records: one a setting and attack.
-        texts: the texts behind them, in the same order; None where the file does not have them any more.
-    """
-
-    folder: Path
-    records: list[Record]
-    texts: list[Texts | None]
-
-
 def cases() -> list[Case]:
     """Return the demo's cases: each setting with its attacks, on the first four sentences of the embedded sample."""
     return [
@@ -68,46 +52,6 @@ def cases() -> list[Case]:
         for name, client in SETTINGS.items()
         for attack in ATTACKS[name]
     ]
-
-
-def run_demo(folder: Path, device: torch.device) -> Demo:
-    """Run the demo's cases into a folder and write the update bundle of the practical setting.
-
-    Args:
-        folder: where everything goes; a finished demo in it is read, not run again.
-        device: where the model runs.
-
-    Raises:
-        BadInputError: the model's package cannot be fetched, or the folder cannot be written or is being written.
-    """
-    with only_writer(folder):
-        return _run_cases(folder, device)
-
-
-def _run_cases(folder: Path, device: torch.device) -> Demo:
-    records: list[Record] = []
-    ready: Prepared | None = None
-    every = cases()
-    for number, case in enumerate(every):
-        step("demo", number, len(every))
-        ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
-        done = open_folder(ready, folder, shared=True)
-        if number == 0:
-            write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))
-        if 0 in done:
-            records.append(done[0])
-            continue
-        record, texts = audit_batch(ready, 0)
-        append_line(folder / TEXTS, texts, private=True)
-        append_line(folder / "records.jsonl", record)
-        records.append(record)
-    assert ready is not None
-    batch = private_batch(ready, 0)
-    update, seen = sent(ready, batch, 0)
-    save_bundle(folder / "update", ready.model, update, seen.knowledge)
-    step("demo", len(every), len(every))
-    texts_by = {(t.case, t.attack): t for t in read_lines(folder / TEXTS, Texts)}
-    return Demo(folder, records, [texts_by.get((r.case, r.attack)) for r in records])
 
 
 def image_cases() -> list[Case]:
@@ -121,28 +65,36 @@ def image_cases() -> list[Case]:
     ]
 
 
-def run_image_demo(folder: Path, device: torch.device) -> list[Record]:
+def run_demo(folder: Path, device: torch.device, vision: bool = False) -> list[Record]:
     """Run the demo's cases into a folder and return the records; a finished demo in it is read, not run again.
 
     Args:
-        folder: where report.html, records.jsonl, images.jsonl and run.json go.
+        folder: where report.html, records.jsonl, run.json and the private side go, and of text the update bundle of the
+            practical setting.
         device: where the model runs.
+        vision: digits in place of text.
 
     Raises:
-        BadInputError: the extra `vision` is missing, or the folder cannot be written or is being written.
+        BadInputError: the model's package cannot be fetched, the extra `vision` is missing, or the folder cannot be
+            written or is being written.
     """
     records: list[Record] = []
-    every = image_cases()
+    ready: Prepared | None = None
+    every = image_cases() if vision else cases()
+    count = every[0].data.batches
     with only_writer(folder), learned_in(folder / LEARNED):
         for number, case in enumerate(every):
-            ready = prepare(case, Path.cwd(), device)
+            step("demo", len(records), len(every) * count)
+            ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
             done = open_folder(ready, folder, shared=True)
-            if ready.attack.unfitted and len(done) < IMAGE_COUNT:
-                ready = fitted_case(ready, folder / INVERTERS)
+            if ready.attack.unfitted and len(done) < count:
+                ready = fitted(ready, folder / INVERTERS)
             if number == 0:
                 write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))
-            for index in range(IMAGE_COUNT):
-                step("demo", number * IMAGE_COUNT + index, len(every) * IMAGE_COUNT)
+            for index in range(count):
                 records.append(done[index] if index in done else audited(ready, index, folder))
-        step("demo", len(every) * IMAGE_COUNT, len(every) * IMAGE_COUNT)
+                step("demo", len(records), len(every) * count)
+        if ready is not None and not vision:
+            update, seen = sent(ready, private_batch(ready, 0), 0)
+            save_bundle(folder / "update", ready.model, update, seen.knowledge)
     return records

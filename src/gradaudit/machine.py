@@ -9,7 +9,6 @@ from typing import Any
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
 
-
 _LARGE, _KEPT = 1 << 25, 1 << 29
 
 
@@ -31,7 +30,6 @@ def keep_freed_memory() -> bool:
 
 _SHAPES = ((12, 384, 1536), (648, 384, 384), (257, 1536, 384))
 """Rows, width read and width written of the products that are tried."""
-
 
 _ROUNDING = 1e-5
 """Float32 products over 1536 terms are within 1e-6 of the largest entry; bfloat16 would be at 1e-3."""

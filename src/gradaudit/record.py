@@ -9,11 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
-
-M = TypeVar("M", bound=BaseModel)
 
 Mark = Literal["right", "misplaced", "wrong", "missing"]
 """A word of a recovered text against the original: right place, right word in the wrong place, wrong, not found."""
@@ -157,12 +155,12 @@ class Record(_Plain):
     images_baseline: tuple[ImageMarks, ...] = ()
 
 
-class Pictures(_Plain):
-    """The private side of one record of images: kept apart, shown only when asked for.
+class _PrivateSide(_Plain):
+    """The private side of one record: kept apart, shown only when asked for.
 
     Args:
         case, setting, batch, attack: which record it belongs to.
-        originals: the batch's images, each a PNG in base64.
+        originals: the batch's examples.
         recovered: what was recovered for each, None where nothing was.
     """
 
@@ -172,6 +170,10 @@ class Pictures(_Plain):
     attack: str
     originals: tuple[str, ...]
     recovered: tuple[str | None, ...]
+
+
+class Pictures(_PrivateSide):
+    """The private side of one record of images: each is a PNG in base64."""
 
     @field_validator("originals", "recovered")
     @classmethod
@@ -186,22 +188,13 @@ class Pictures(_Plain):
         return value
 
 
-class Texts(_Plain):
-    """The private side of one record: kept apart, shown only when asked for.
+class Texts(_PrivateSide):
+    """The private side of one record of text: sentences as the model sees them.
 
     Args:
-        case, setting, batch, attack: which record it belongs to.
-        originals: the batch's sentences as the model sees them.
-        recovered: what was recovered for each, None where nothing was.
         original_words, recovered_words: the words the marks of `SentenceMarks` stand for.
     """
 
-    case: str
-    setting: str
-    batch: int
-    attack: str
-    originals: tuple[str, ...]
-    recovered: tuple[str | None, ...]
     original_words: tuple[tuple[str, ...], ...]
     recovered_words: tuple[tuple[str, ...], ...]
 

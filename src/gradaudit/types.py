@@ -36,9 +36,6 @@ class Private(Protocol):
     def __len__(self) -> int:
         """How many examples it has."""
 
-    def part(self, rows: slice) -> Self:
-        """Return some of the examples as a batch of their own."""
-
     def take(self, rows: Tensor) -> Self:
         """Return some of the examples, by number and in that order."""
 
@@ -67,11 +64,6 @@ class Batch:
     def sequences(self) -> list[list[int]]:
         """Return each sentence's token ids without padding."""
         return [row[keep].tolist() for row, keep in zip(self.ids, self.mask, strict=True)]
-
-    def part(self, rows: slice) -> Batch:
-        """Return some of the sentences as a batch of their own."""
-        labels = None if self.labels is None else self.labels[rows]
-        return Batch(self.ids[rows], self.mask[rows], labels, self.texts[rows])
 
     def take(self, rows: Tensor) -> Batch:
         """Return some of the sentences, by number and in that order."""
@@ -103,10 +95,6 @@ class ImageBatch:
 
     def __len__(self) -> int:
         return len(self.images)
-
-    def part(self, rows: slice) -> ImageBatch:
-        """Return some of the images as a batch of their own."""
-        return ImageBatch(self.images[rows], self.labels[rows])
 
     def take(self, rows: Tensor) -> ImageBatch:
         """Return some of the images, by number and in that order."""

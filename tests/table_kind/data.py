@@ -25,9 +25,6 @@ class TableBatch:
     def __len__(self) -> int:
         return len(self.values)
 
-    def part(self, rows: slice) -> TableBatch:
-        return TableBatch(self.values[rows], self.labels[rows])
-
     def take(self, rows: Tensor) -> TableBatch:
         return TableBatch(self.values[rows], self.labels[rows])
 

@@ -51,9 +51,6 @@ class TableJudgment(Judgment):
     def of_record(self, baseline: TableJudgment) -> dict[str, Any]:
         return {}
 
-    def of_private(self) -> dict[str, Any]:
-        return {"recovered": self.recovered}
-
 
 @dataclass(frozen=True)
 class TableJudge(Judge[TableBatch]):

@@ -91,10 +91,8 @@ class Finding:
                 return f"no guarantee: {'; '.join(self.void)}"
             case "nothing declared":
                 return "no epsilon is declared"
-            case "supported":
-                return f"supported: epsilon {said:g} is declared, {number(self.holds)} holds for {when}"
-            case _:
-                return f"not supported: epsilon {said:g} is declared, {number(self.holds)} holds for {when}"
+            case told:
+                return f"{told}: epsilon {said:g} is declared, {number(self.holds)} holds for {when}"
 
     def as_json(self) -> dict[str, object]:
         """Return the finding as plain data; an infinite epsilon is null, with the reason under "void"."""

@@ -88,4 +88,5 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, BaseModel]:
         **verdict.of_record(baseline),
     )
     whose = {"case": record.case, "setting": record.setting, "batch": index, "attack": attack.name}
-    return record, judge.private.model_validate(whose | verdict.of_private())
+    own = {name: getattr(verdict, name) for name in judge.private.model_fields if name not in whose}
+    return record, judge.private.model_validate(whose | own)

@@ -12,11 +12,11 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.audit.fitted_rows import note_rows
-from gradaudit.case import Case
+from gradaudit.audit.prepare import Prepared, check_told
 from gradaudit.client import simulate_images, simulate_text  # noqa: F401 - each registers its simulation
 from gradaudit.client.client import Client
 from gradaudit.client.simulation import SIMULATIONS, ReplayedClient
-from gradaudit.errors import BadInputError, MissingKnowledgeError
+from gradaudit.errors import BadInputError
 from gradaudit.files import only_writer
 from gradaudit.learned.manifest import MANIFEST, Target
 from gradaudit.models.spec import kind_of
@@ -33,20 +33,6 @@ _FACTS = ("public", "texts", "images", "steps", "accuracy", "mse")
 """What of a manifest `gradaudit fit` prints, where it is there."""
 _KEY = "key.txt"
 """What a folder of `gradaudit fit` was made from."""
-
-
-def check_told(case: Case) -> None:
-    """Refuse to learn through settings of the client that the attacker is not given: it could not simulate them.
-
-    Raises:
-        MissingKnowledgeError: names the first that is not given.
-    """
-    for fact in ("batch_size", "training", "dropout", "defenses"):
-        if not getattr(case.knowledge, fact):
-            raise MissingKnowledgeError(
-                f"an attack that learns simulates the client, and is not given its {fact.replace('_', ' ')}: set "
-                f"{fact} = true in [knowledge], or name an inverter that was fitted to a guess of it"
-            )
 
 
 def simulation_of(client: Client, selection: Selection) -> ReplayedClient:
@@ -113,23 +99,16 @@ def fit(
     return fitted
 
 
-def fit_case(
-    attack: Attack[Any],
-    client: Client,
-    selection: Selection,
-    public: PublicData | None,
-    case: Case,
-    folder: Path,
-) -> dict[str, Any]:
+def fit_case(ready: Prepared, folder: Path) -> dict[str, Any]:
     """Fit a case's attack into a folder of its own and return what its manifest says of the result.
 
     Raises:
         BadInputError: there is no public text, the attack names an inverter already, or the folder holds another one.
     """
-    check_told(case)
-    if public is None:
+    check_told(ready.case)
+    if ready.public is None:
         raise BadInputError("fitting takes what the attacker has: add a [public] table")
-    key = _key(attack, target_of(client, selection, case.data.batch_size), public, case.seed)
+    key = _key(ready)
     note = folder / _KEY
     try:
         before = note.read_text(encoding="utf8") if note.is_file() else None
@@ -140,19 +119,41 @@ def fit_case(
     except OSError as error:
         raise BadInputError(f"cannot write {folder} ({error.strerror}); choose another --out") from None
     if not (folder / MANIFEST).is_file():
-        fit(attack, client, selection, public, case.data.batch_size, case.seed, folder)
+        _fit(ready, folder)
     about = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
     return {key: about[key] for key in _FACTS if key in about}
 
 
-def _key(attack: Attack[Any], target: Target, public: PublicData, seed: int) -> str:
+def fitted(ready: Prepared, folder: Path) -> Prepared:
+    """Return a case whose attack is ready to run: fitted before, by all that decides the result, or now.
+
+    Args:
+        ready: the prepared case.
+        folder: holds a folder a fit, named by a hash of what it depends on.
+    """
+    check_told(ready.case)
+    if not ready.attack.unfitted:
+        return ready
+    if ready.public is None:
+        raise BadInputError(f"attack '{ready.attack.name}' learns from public data: add a [public] table")
+    place = folder / _key(ready)
+    attack = ready.attack.fitted_in(place) if (place / MANIFEST).is_file() else _fit(ready, place)
+    return replace(ready, attack=attack)
+
+
+def _fit(ready: Prepared, folder: Path) -> Attack[Any]:
+    case = ready.case
+    return fit(ready.attack, ready.client, ready.selection, ready.public, case.data.batch_size, case.seed, folder)
+
+
+def _key(ready: Prepared) -> str:
     """Return a hash of all that decides what is learned."""
     facts = {
         "form": _FORM,
-        "target": target.model_dump(mode="json"),
-        "attack": describe(attack),
-        "public": digest_of(public),
-        "seed": seed,
+        "target": target_of(ready.client, ready.selection, ready.case.data.batch_size).model_dump(mode="json"),
+        "attack": describe(ready.attack),
+        "public": digest_of(ready.public),
+        "seed": ready.case.seed,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -165,28 +166,3 @@ def digest_of(public: PublicData) -> str:
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def fitted(
-    attack: Attack[Any],
-    client: Client,
-    selection: Selection,
-    public: PublicData | None,
-    batch_size: int,
-    seed: int,
-    folder: Path,
-) -> Attack[Any]:
-    """Return an attack ready to run: fitted before into the folder, by all that decides the result, or now.
-
-    Args:
-        folder: holds a folder a fit, named by a hash of what it depends on; the rest as in `fit`.
-    """
-    if not attack.unfitted:
-        return attack
-    if public is None:
-        raise BadInputError(f"attack '{attack.name}' learns from public data: add a [public] table")
-    key = _key(attack, target_of(client, selection, batch_size), public, seed)
-    place = folder / key
-    if (place / MANIFEST).is_file():
-        return attack.fitted_in(place)
-    return fit(attack, client, selection, public, batch_size, seed, place)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gradaudit.audit.loading import LOADERS, Loaded
+from gradaudit.audit.loading import LOADERS, Loaded, spec_of
 from gradaudit.case import Case
 from gradaudit.data.draw import draw_numbers
 from gradaudit.data.files import found_file
@@ -16,7 +16,6 @@ from gradaudit.judge.images import ImageJudge
 from gradaudit.metrics.perceptual import load_perceptual
 from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel, load_image_model
-from gradaudit.models.spec import ModelSpec
 
 
 def _load(case: Case, source: ImageRows, base: Path, device: torch.device, loaded: Model | None) -> Loaded:
@@ -33,16 +32,7 @@ def _load(case: Case, source: ImageRows, base: Path, device: torch.device, loade
         public = public_images(load_images(case.public, base), source, batches, case.public)
     elif case.data.source == "digits" and len(source) > sum(map(len, batches)):
         public = public_images(source, source, batches)
-    spec = ModelSpec(
-        case.model,
-        case.task,
-        max(2, len(source.classes)),
-        seed=case.seed,
-        layers=case.layers,
-        lora=case.lora.given() if case.lora is not None else None,
-        loss=case.loss,
-        image=source.shape,
-    )
+    spec = spec_of(case, len(source.classes), source.shape)
     model = loaded if isinstance(loaded, ImageModel) else load_image_model(spec, device)
     weights = case.metrics.lpips
     judge = ImageJudge(None if weights is None else load_perceptual(found_file(weights, base)))

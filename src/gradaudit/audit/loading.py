@@ -14,6 +14,7 @@ from gradaudit.data.rows import Rows
 from gradaudit.judge.judgment import Judge
 from gradaudit.kinds import ByKind
 from gradaudit.models.base import Model
+from gradaudit.models.spec import ModelSpec
 from gradaudit.types import PublicImages
 
 
@@ -44,3 +45,11 @@ Loader = Callable[[Case, Any, Path, torch.device, Model | None], Loaded]
 """Takes the case, what its reader read, the folder that paths start from, the device, and a model that is at hand."""
 LOADERS: ByKind[Loader] = ByKind("audit")
 """By kind of data."""
+
+
+def spec_of(case: Case, classes: int, image: tuple[int, int, int] | None = None) -> ModelSpec:
+    """Return which model a case names, for so many classes and, of images, for one shape."""
+    labels, lora = max(2, classes), case.lora.given() if case.lora is not None else None
+    return ModelSpec(
+        case.model, case.task, labels, seed=case.seed, layers=case.layers, lora=lora, loss=case.loss, image=image
+    )

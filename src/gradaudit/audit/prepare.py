@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,55 +11,37 @@ import torch
 
 from gradaudit.attacks.base import Attack
 from gradaudit.audit import images, text  # noqa: F401 - each registers what it loads
-from gradaudit.audit.fitting import check_told
-from gradaudit.audit.loading import LOADERS
+from gradaudit.audit.loading import LOADERS, Loaded
 from gradaudit.case import Case
 from gradaudit.client.client import Client
 from gradaudit.client.error_feedback import after_rounds, earlier_rounds
-from gradaudit.data.rows import READERS, Rows
+from gradaudit.client.warm_up import other_rows
+from gradaudit.data.rows import READERS
 from gradaudit.defenses.base import Defense, ExampleDefense, UpdateDefense
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
-from gradaudit.judge.judgment import Judge
 from gradaudit.models.base import Model
 from gradaudit.models.spec import kind_of
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
-from gradaudit.types import PublicImages
 
 
-@dataclass(frozen=True)
-class Prepared:
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Loaded):
     """A case with its model, data and attack at hand.
 
     Args:
         case: the case.
-        model: the model.
-        source: what the kind's reader read.
-        rows: the data beside the model.
-        batches: row numbers of each private batch.
-        client: trains on them.
+        client: trains on the data.
         selection: what the attacker sees of an update.
         attack: the attack.
-        judge: compares what it finds with the truth.
         device: where all of it runs.
-        public: what the attack learns from; None for nothing.
-        in_sight: what every attack sees beside the update; None for nothing.
-        auxiliary: what the attacker has, in words, for the record.
     """
 
     case: Case
-    model: Any
-    source: Any
-    rows: Rows
-    batches: list[tuple[int, ...]]
     client: Client
     selection: Selection
     attack: Attack[Any]
-    judge: Judge[Any]
     device: torch.device
-    public: Any
-    in_sight: PublicImages | None
-    auxiliary: Mapping[str, Any]
 
 
 def pick_device(name: str) -> torch.device:
@@ -117,21 +99,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None =
         raise BadInputError(f"selection '{selection.expression}' picks only frozen parameters; nothing is sent of them")
     earlier = earlier_numbers(case, client, len(rows), batches)
     client = after_rounds(client, (rows.batch(some) for some in earlier), stream(case.seed, "earlier rounds"))
-    return Prepared(
-        case=case,
-        model=model,
-        source=source,
-        rows=rows,
-        batches=batches,
-        client=client,
-        selection=selection,
-        attack=attack,
-        judge=found.judge,
-        device=device,
-        public=found.public,
-        in_sight=found.in_sight,
-        auxiliary=found.auxiliary,
-    )
+    return Prepared(**vars(found), case=case, client=client, selection=selection, attack=attack, device=device)
 
 
 def private_batch(ready: Prepared, index: int) -> Any:
@@ -144,17 +112,22 @@ M = TypeVar("M", bound=Model)
 
 def client_of(case: Case, model: Model) -> Client:
     """Return the client of a case's [client] and [[defense]] tables, training a model."""
-    how = case.client
-    return Client(
-        model,
-        how.training(),
-        how.dropout,
-        how.freeze,
-        case.build_defenses(),
-        how.dropout_rate,
-        how.padding,
-        how.clients,
-    )
+    how, defenses = case.client, case.build_defenses()
+    return Client(model, how.training(), how.dropout, how.freeze, defenses, how.dropout_rate, how.padding, how.clients)
+
+
+def check_told(case: Case) -> None:
+    """Refuse to learn through settings of the client that the attacker is not given: it could not simulate them.
+
+    Raises:
+        MissingKnowledgeError: names the first that is not given.
+    """
+    for fact in ("batch_size", "training", "dropout", "defenses"):
+        if not getattr(case.knowledge, fact):
+            raise MissingKnowledgeError(
+                f"an attack that learns simulates the client, and is not given its {fact.replace('_', ' ')}: set "
+                f"{fact} = true in [knowledge], or name an inverter that was fitted to a guess of it"
+            )
 
 
 def check_counters(case: Case, attack: Attack[M], client: Client) -> None:
@@ -206,12 +179,10 @@ def earlier_numbers(
     size, rounds = case.data.batch_size, earlier_rounds(client)
     if not rounds:
         return
-    kept = {number for batch in audited for number in batch}
-    others = [number for number in range(rows) if number not in kept]
+    others = other_rows(rows, audited, stream(case.seed, "earlier rows"))
     if len(others) < size:
         raise BadInputError(
             f"error feedback needs {size} rows or more that are in no audited batch; give more data, or rounds = 0"
         )
-    order = torch.randperm(len(others), generator=stream(case.seed, "earlier rows")).tolist()
     for number in range(rounds):
-        yield tuple(others[order[(number * size + n) % len(others)]] for n in range(size))
+        yield tuple(others[(number * size + n) % len(others)] for n in range(size))

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from gradaudit.audit.batch import audit_batch
 from gradaudit.audit.fitted_rows import refuse_seen
-from gradaudit.audit.fitting import INVERTERS, check_told, fitted
+from gradaudit.audit.fitting import INVERTERS, fitted
 from gradaudit.audit.info import INFO, RECORDS, digests, run_info, write_info
-from gradaudit.audit.prepare import (
-    Prepared,
-    private_batch,
-)
+from gradaudit.audit.prepare import Prepared
 from gradaudit.errors import BadInputError
 from gradaudit.files import append_line, only_writer, read_lines
 from gradaudit.record import Record, RunInfo
-from gradaudit.types import Private
 from gradaudit.workspace import kept_in, learned_in
 
 LEARNED = "learned"
@@ -28,12 +23,7 @@ UNFINISHED = "unfinished"
 """Folder of what attacks keep of batches they have not finished."""
 
 
-def run(
-    ready: Prepared,
-    out: Path,
-    each: Callable[[Record], None] | None = None,
-    inverters: Path | None = None,
-) -> Iterator[Record]:
+def run(ready: Prepared, out: Path, inverters: Path | None = None) -> Iterator[Record]:
     """Run a case into a folder and yield every record, those of an earlier run of the same case first.
 
     A record is on disk before it is yielded. After a kill, the same call goes on with the first missing batch, and with
@@ -42,7 +32,6 @@ def run(
     Args:
         ready: the prepared case.
         out: folder for records.jsonl, the private side beside it, and run.json.
-        each: called with each new record.
         inverters: where attacks that learn keep what they learned; a folder of the run when None.
 
     Raises:
@@ -52,25 +41,16 @@ def run(
         done = open_folder(ready, out)
         named = getattr(ready.attack, "inverter", "")
         if named:
-            refuse_seen(Path(named), audited_batches(ready), ready.model)
+            refuse_seen(Path(named), map(ready.rows.batch, ready.batches), ready.model)
         if ready.attack.unfitted and len(done) < len(ready.batches):
-            place = inverters or out / INVERTERS
-            ready = fitted_case(ready, place)
+            ready = fitted(ready, inverters or out / INVERTERS)
         for index in range(len(ready.batches)):
             if index in done:
                 yield done[index]
                 continue
             with kept_in(out / UNFINISHED / f"{ready.case.content_hash()[:16]}-{index}.safetensors"):
                 record = audited(ready, index, out)
-            if each is not None:
-                each(record)
             yield record
-
-
-def audited_batches(ready: Prepared) -> Iterator[Private]:
-    """Yield the private batches of a case."""
-    for index in range(len(ready.batches)):
-        yield private_batch(ready, index)
 
 
 def audited(ready: Prepared, index: int, out: Path) -> Record:
@@ -79,14 +59,6 @@ def audited(ready: Prepared, index: int, out: Path) -> Record:
     append_line(out / ready.judge.file, private, private=True)
     append_line(out / RECORDS, record)
     return record
-
-
-def fitted_case(ready: Prepared, folder: Path) -> Prepared:
-    """Return a case whose attack has learned what it needs, into a folder or from what an earlier run left there."""
-    case, client, selection = ready.case, ready.client, ready.selection
-    check_told(case)
-    attack = fitted(ready.attack, client, selection, ready.public, case.data.batch_size, case.seed, folder)
-    return replace(ready, attack=attack)
 
 
 def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, Record]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradaudit.audit.loading import LOADERS, Loaded
+from gradaudit.audit.loading import LOADERS, Loaded, spec_of
 from gradaudit.audit.public_text import public_text
 from gradaudit.case import Case
 from gradaudit.client.warm_up import warm_up, warm_up_rows
@@ -17,7 +17,6 @@ from gradaudit.data.windows import windows
 from gradaudit.errors import BadInputError
 from gradaudit.judge.text import TextJudge
 from gradaudit.models.base import Model
-from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import head_classes, load_model
 
@@ -29,15 +28,7 @@ def _load(case: Case, source: TextRows, base: Path, device: torch.device, loaded
         source = numbered(source, head_classes(case.model))
     window = case.data.window
     batches = draw(case.data, source) if window is None else []
-    spec = ModelSpec(
-        case.model,
-        case.task,
-        max(2, len(source.classes)),
-        seed=case.seed,
-        layers=case.layers,
-        lora=case.lora.given() if case.lora is not None else None,
-        loss=case.loss,
-    )
+    spec = spec_of(case, len(source.classes))
     model = loaded if isinstance(loaded, TransformersModel) else load_model(spec, device)
     if window is not None:
         source = windows(source, model, window, whole=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -13,10 +13,8 @@ from torch import Tensor
 import gradaudit.client.images
 import gradaudit.client.text  # noqa: F401 - each registers how it is trained on
 from gradaudit.client.checks import check_client
-from gradaudit.client.dropout import DropoutOn
 from gradaudit.client.example_gradients import Mode
 from gradaudit.client.examples import Apart, Examples, examples_of
-from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.errors import BadInputError
@@ -24,22 +22,10 @@ from gradaudit.models.base import Model, TextModel
 from gradaudit.models.local_steps import Parameters, by_optimizer, local_steps, optimizer_of
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
-from gradaudit.streams import draw_seed, stream
-from gradaudit.types import Batch, Given, LocalTraining, Observation, Private, Update
+from gradaudit.streams import draw_seed, global_stream, stream
+from gradaudit.types import Batch, LocalTraining, Private, Update
 
 M = TypeVar("M", bound=Model)
-
-
-def place_of_feedback(defenses: Sequence[Defense]) -> int:
-    """Return the place of error feedback among defenses.
-
-    Raises:
-        BadInputError: there is none.
-    """
-    for place, defense in enumerate(defenses):
-        if isinstance(defense, ErrorFeedback):
-            return place
-    raise BadInputError("a client without error feedback holds nothing back")
 
 
 @dataclass(frozen=True)
@@ -195,16 +181,14 @@ class Client:
     ) -> dict[str, Tensor]:
         if self.clients == 1:
             return self._alone(batch, trained, seed, expected, 0)
-        size, rest = divmod(len(batch), self.clients)
-        if rest:
+        if len(batch) % self.clients:
             raise BadInputError(
                 f"{len(batch)} examples are no equal parts for {self.clients} clients; change batch_size"
             )
         total: dict[str, Tensor] = {}
-        for number in range(self.clients):
-            part = batch.part(slice(number * size, (number + 1) * size))
+        for number, rows in enumerate(torch.arange(len(batch)).chunk(self.clients)):
             own = draw_seed(stream(seed, "client of several", number))
-            one = self._alone(part, trained, own, expected and expected / self.clients, number)
+            one = self._alone(batch.take(rows), trained, own, expected and expected / self.clients, number)
             total = {name: value + total[name] if total else value for name, value in one.items()}
         return {name: value / self.clients for name, value in total.items()}
 
@@ -232,18 +216,6 @@ class Client:
             elif isinstance(defense, RoleDefense):
                 tensors = defense.on_roles(self._text(), tensors, stream(seed, "defense", place))
         return tensors
-
-    def observe(self, batch: Private, selection: Selection, given: Given, rng: torch.Generator) -> Observation[Model]:
-        """Return what an honest-but-curious server sees of this batch's update: the only way through the wall.
-
-        Args:
-            batch: the private batch.
-            selection: which gradients it sees.
-            given: which facts it is given beside them.
-            rng: the client's random stream.
-        """
-        update = self.update(batch, rng)
-        return observation(self.model, update, selection, knowledge_of(batch, update, given))
 
     def _gradient(
         self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
@@ -289,13 +261,7 @@ class Client:
         return next((d for d in self.defenses if isinstance(d, ExampleDefense)), None)
 
     def _guarded(
-        self,
-        guard: ExampleDefense,
-        apart: Apart,
-        rows: Tensor,
-        expected: float,
-        seed: int,
-        step: int,
+        self, guard: ExampleDefense, apart: Apart, rows: Tensor, expected: float, seed: int, step: int
     ) -> dict[str, Tensor]:
         chunks = apart.chunks(rows, self._part_mode(seed, step)) if len(rows) else iter(())
         rng = stream(seed, "defense", 0, step)
@@ -306,7 +272,7 @@ class Client:
             # hooks take gradients in training mode only, so no dropout is a rate of 0 there
             if not self._dropping():
                 return model.training_mode(0.0)
-            return DropoutOn(model, stream(seed, "dropout", step, part), self._rate())
+            return dropout_on(model, stream(seed, "dropout", step, part), self._rate())
 
         return mode
 
@@ -325,4 +291,11 @@ class Client:
     def _mode(self, seed: int, step: int) -> AbstractContextManager[None]:
         if not self._dropping():
             return nullcontext()
-        return DropoutOn(self.model, stream(seed, "dropout", step), self._rate())
+        return dropout_on(self.model, stream(seed, "dropout", step), self._rate())
+
+
+@contextmanager
+def dropout_on(model: Model, rng: torch.Generator, rate: float | None) -> Iterator[None]:
+    """Train inside the block, with the masks drawn from one stream; evaluation mode after."""
+    with global_stream(rng, model.device), model.training_mode(rate):
+        yield

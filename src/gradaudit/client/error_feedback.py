@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradaudit.client.client import Client, place_of_feedback
+from gradaudit.client.client import Client
 from gradaudit.client.mean_update import each_update
 from gradaudit.defenses.base import ModelDefense, UpdateDefense
 from gradaudit.defenses.feedback import ErrorFeedback
+from gradaudit.errors import BadInputError
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import Private, Update
 
@@ -31,7 +32,10 @@ def feedback_round(
     Raises:
         BadInputError: as `Client.update`, or a client without error feedback.
     """
-    place, several, seed = place_of_feedback(client.defenses), clients * client.clients, draw_seed(rng)
+    several, seed = clients * client.clients, draw_seed(rng)
+    place = next((n for n, d in enumerate(client.defenses) if isinstance(d, ErrorFeedback)), None)
+    if place is None:
+        raise BadInputError("a client without error feedback holds nothing back")
     behind = client.defenses[place + 1 :]
     before = (*client.defenses[:place], *(d for d in behind if isinstance(d, ModelDefense)))
     bare = replace(client, defenses=before, clients=1, held=None)

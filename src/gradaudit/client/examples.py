@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
@@ -15,19 +16,18 @@ from gradaudit.models.spec import kind_of
 from gradaudit.types import Private
 
 
-class Apart(ABC):
-    """The parameters that are trained, and each example's own gradient by them."""
+@dataclass(frozen=True)
+class Apart:
+    """The parameters that are trained, and each example's own gradient by them.
+
+    Args:
+        parameters: by name.
+        chunks: yields some examples' gradients [n, ...] by parameter name, as many at a time as memory is given, from
+            their numbers in the batch and what each part of them is computed in.
+    """
 
     parameters: dict[str, Tensor]
-
-    @abstractmethod
-    def chunks(self, rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
-        """Yield some examples' gradients [n, ...] by parameter name, as many at a time as memory is given.
-
-        Args:
-            rows: which of the batch.
-            mode: what each part of them is computed in.
-        """
+    chunks: Callable[[Tensor, Mode], Iterator[dict[str, Tensor]]]
 
 
 class Examples(ABC):

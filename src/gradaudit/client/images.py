@@ -30,27 +30,19 @@ class _Images(Examples):
         return self.model.loss(self.images[rows], self.labels[rows], params)
 
     def apart(self, trained: Collection[str]) -> Apart:
-        return _ImagesApart(self, trained)
+        own = self.model.parameters()
+        parameters = {n: p.detach().clone().requires_grad_() for n, p in own.items() if n in trained}
+        fixed = {n: p.detach() for n, p in own.items() if n not in trained}
+        at_once = max(1, BYTES_AT_ONCE // sum(p.numel() * p.element_size() for p in own.values()))
 
+        @torch.no_grad()
+        def chunks(rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
+            for part, some in enumerate(torch.split(rows, at_once)):
+                with mode(self.model, part):
+                    found = self.model.example_gradients(self.images[some], self.labels[some], fixed | parameters)
+                yield {name: found[name] for name in parameters}
 
-class _ImagesApart(Apart):
-    def __init__(self, batch: _Images, trained: Collection[str]) -> None:
-        self._batch = batch
-        own = batch.model.parameters()
-        self.parameters = {n: p.detach().clone().requires_grad_() for n, p in own.items() if n in trained}
-        self._fixed = {n: p.detach() for n, p in own.items() if n not in trained}
-        one = sum(p.numel() * p.element_size() for p in own.values())
-        self._at_once = max(1, BYTES_AT_ONCE // one)
-
-    @torch.no_grad()
-    def chunks(self, rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
-        batch = self._batch
-        for part, some in enumerate(torch.split(rows, self._at_once)):
-            with mode(batch.model, part):
-                found = batch.model.example_gradients(
-                    batch.images[some], batch.labels[some], self._fixed | self.parameters
-                )
-            yield {name: found[name] for name in self.parameters}
+        return Apart(parameters, chunks)
 
 
 EXAMPLES.add("images", _Images)

@@ -131,8 +131,8 @@ def updates_by_parts(
     size, seed = len(batch) // clients, draw_seed(rng)
     plain = client.training.optimizer == "none" and all(isinstance(d, ModelDefense) for d in client.defenses)
     if size >= _ALONE or not plain or batch.labels is None:
-        for n in range(clients):
-            sent = client.update(batch.part(slice(n * size, (n + 1) * size)), stream(seed, "client", n)).tensors
+        for n, rows in enumerate(torch.arange(len(batch)).chunk(clients)):
+            sent = client.update(batch.take(rows), stream(seed, "client", n)).tensors
             yield torch.tensor([n]), {name: value[None] for name, value in sent.items()}
         return
     order, parts = _by_length(batch) if size == 1 else (torch.arange(len(batch)), 1)

@@ -42,10 +42,8 @@ class ImageSimulation(ReplayedClient):
     @property
     def random(self) -> bool:
         """True when the same images give another update the next time."""
-        if self.at_once:
-            return not all(isinstance(d, UpdateDefense) and d.deterministic for d in self.client.defenses)
         drawn = any(not (isinstance(d, UpdateDefense) and d.deterministic) for d in self.client.defenses)
-        return drawn or self.client.training.minibatch is not None
+        return drawn or (not self.at_once and self.client.training.minibatch is not None)
 
     def __call__(self, images: Tensor, labels: Tensor, rng: torch.Generator) -> Tensor:
         """Return updates [n, numbers], the seen tensors one after the other.

@@ -27,12 +27,26 @@ class _Text(Examples):
         return self._model.loss(ids=ids, mask=mask, labels=labels, params=params)
 
     def apart(self, trained: Collection[str]) -> Apart:
-        return _TextApart(self, ExampleGradients.of(self._model, trained))
+        gradients = ExampleGradients.of(self._model, trained)
+        return Apart(gradients.parameters, lambda rows, mode: gradients.chunks(*self.inputs(rows), mode))
 
     def apart_once(self, trained: Collection[str]) -> Apart:
-        if set(trained) <= tapped_parameters(self._model):
-            return _TextByFactors(self, self._model, trained)
-        return self.apart(trained)
+        if not set(trained) <= tapped_parameters(self._model):
+            return self.apart(trained)
+        parameters = {name: p for name, p in self._model.parameters().items() if name in set(trained)}
+        at_once = max(1, BYTES_AT_ONCE // sum(p.numel() * p.element_size() for p in parameters.values()))
+
+        def chunks(rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
+            # from what each layer read and the slopes of what it wrote: half the cost of Opacus' hooks
+            ids, mask, labels = (value[:, None] for value in self.inputs(rows))
+            for part, start in enumerate(range(0, len(ids), at_once)):
+                some = slice(start, start + at_once)
+                chosen = labels[some] if self._model.spec.task == "classification" else None
+                with mode(self._model, part):
+                    found = dict(gradients_of_batches(self._model, ids[some], mask[some], chosen, parameters, True))
+                yield found
+
+        return Apart(parameters, chunks)
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids, mask and labels, no longer than the longest of them."""
@@ -44,34 +58,6 @@ class _Text(Examples):
             order = mask.int().argsort(dim=1, stable=True)  # what is no token first, the tokens in their order
             ids, mask = ids.gather(1, order), mask.gather(1, order)
         return ids, mask, ids if batch.labels is None else batch.labels[rows].to(device)
-
-
-class _TextApart(Apart):
-    def __init__(self, text: _Text, gradients: ExampleGradients) -> None:
-        self._text, self._gradients = text, gradients
-        self.parameters = gradients.parameters
-
-    def chunks(self, rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
-        return self._gradients.chunks(*self._text.inputs(rows), mode)
-
-
-class _TextByFactors(Apart):
-    """Gradients made from what each layer read and the slopes of what it wrote: half the cost of Opacus' hooks."""
-
-    def __init__(self, text: _Text, model: TransformersModel, trained: Collection[str]) -> None:
-        self._text, self._model = text, model
-        self.parameters = {name: p for name, p in model.parameters().items() if name in set(trained)}
-        one = sum(p.numel() * p.element_size() for p in self.parameters.values())
-        self._at_once = max(1, BYTES_AT_ONCE // one)
-
-    def chunks(self, rows: Tensor, mode: Mode) -> Iterator[dict[str, Tensor]]:
-        ids, mask, labels = (value[:, None] for value in self._text.inputs(rows))
-        for part, start in enumerate(range(0, len(ids), self._at_once)):
-            some = slice(start, start + self._at_once)
-            chosen = labels[some] if self._model.spec.task == "classification" else None
-            with mode(self._model, part):
-                found = dict(gradients_of_batches(self._model, ids[some], mask[some], chosen, self.parameters, True))
-            yield found
 
 
 EXAMPLES.add("text", _Text)

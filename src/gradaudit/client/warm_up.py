@@ -20,6 +20,19 @@ _SIZE = 8
 """Sentences a step."""
 
 
+def other_rows(rows: int, audited: Iterable[Sequence[int]], rng: torch.Generator) -> list[int]:
+    """Return the rows that are in no audited batch, in a drawn order.
+
+    Args:
+        rows: in the data.
+        audited: numbers of the rows of each audited batch.
+        rng: draws the order.
+    """
+    kept = {number for batch in audited for number in batch}
+    others = [number for number in range(rows) if number not in kept]
+    return [others[n] for n in torch.randperm(len(others), generator=rng)]
+
+
 def warm_up_rows(seed: int, rows: int, audited: Sequence[Sequence[int]], steps: int) -> Iterator[list[int]]:
     """Yield the rows of each step, of no audited batch; over again where there are few.
 
@@ -32,13 +45,11 @@ def warm_up_rows(seed: int, rows: int, audited: Sequence[Sequence[int]], steps: 
     Raises:
         BadInputError: every row is in an audited batch.
     """
-    kept = {number for batch in audited for number in batch}
-    others = [number for number in range(rows) if number not in kept]
+    others = other_rows(rows, audited, stream(seed, "warm-up"))
     if not others:
         raise BadInputError("[lora] warmup needs rows that are in no audited batch: fewer batches, or more data")
-    order = torch.randperm(len(others), generator=stream(seed, "warm-up")).tolist()
     for step in range(steps):
-        yield [others[order[(step * _SIZE + i) % len(others)]] for i in range(min(_SIZE, len(others)))]
+        yield [others[(step * _SIZE + i) % len(others)] for i in range(min(_SIZE, len(others)))]
 
 
 def warm_up(model: TransformersModel, batches: Iterable[Batch]) -> None:

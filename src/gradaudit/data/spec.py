@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,12 @@ from gradaudit.data.named import NAMED, SetName
 
 # strict, so that True is not taken for column 1
 ColumnNumber = Annotated[int, Field(strict=True, ge=0)]
+
+
+LATER = "later"
+T = TypeVar("T")
+Later = Annotated[T, LATER]
+"""A field that was added after cases were run: at its default it is no part of a case's id."""
 
 
 class SourceSpec(BaseModel):
@@ -39,7 +45,9 @@ class SourceSpec(BaseModel):
     text: str | ColumnNumber = Field(
         default="text", description="column of the text: a name, or a number counted from 0"
     )
-    image: str | ColumnNumber = Field(default="image", description="column of the encoded images: a name, or a number")
+    image: Later[str | ColumnNumber] = Field(
+        default="image", description="column of the encoded images: a name, or a number"
+    )
     label: str | ColumnNumber | None = Field(
         default=None,
         description="column of the class label: a name, or a number counted from 0; the sample and images have theirs",
@@ -93,7 +101,7 @@ class DataSpec(SourceSpec):
     batch_size: int = Field(default=1, ge=1, description="texts or images a batch")
     batches: int = Field(default=1, ge=1, description="number of batches")
     skip: int = Field(default=0, ge=0, description="rows of the drawn order to pass over first")
-    window: int | None = Field(
+    window: Later[int | None] = Field(
         default=None,
         ge=2,
         description="cut the rows, joined, into windows of so many tokens, without special tokens; task causal-lm",

@@ -30,6 +30,8 @@ class Defense(ABC):
     """What an attacker who is told of it can reckon with; empty where an update shows it by what is absent."""
     law: ClassVar[Law | None] = None
     """How likely an update behind it is, where that is known."""
+    never_longer: ClassVar[bool] = False
+    """True when it makes no update longer than it was."""
 
     def bound(self, before: float | None, tensors: int) -> float | None:
         """Return the largest norm of an update behind the defense; None where there is none.
@@ -38,7 +40,7 @@ class Defense(ABC):
             before: of what enters it.
             tensors: how many are sent.
         """
-        return None
+        return before if self.never_longer else None
 
     def noise(self, before: float | None, tensors: int, steps: int) -> Noise | None:
         """Return the noise that is added to what is sent, and what of it is limited; None for no noise.
@@ -83,8 +85,7 @@ def above_zero(defense: str, field: str, value: float) -> None:
 class UpdateDefense(Defense):
     """A defense on the finished update, before it leaves the client.
 
-    One that treats each tensor by itself writes `on_many`, for many updates at a time, and lets `on_update` be
-    `each_tensor`.
+    One that treats each tensor by itself writes `on_many`, for many updates at a time; any other writes `on_update`.
     """
 
     acts_on: ClassVar[str] = "update"
@@ -98,7 +99,6 @@ class UpdateDefense(Defense):
         """Whether each tensor is treated by itself, so that `on_many` can be called."""
         return type(self).on_many is not UpdateDefense.on_many
 
-    @abstractmethod
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         """Return the defended tensors: same names, shapes and dtypes; the input is left as it was.
 
@@ -106,6 +106,7 @@ class UpdateDefense(Defense):
             tensors: the update by parameter name.
             rng: the defense's own random stream (on the CPU).
         """
+        return {name: self.on_many(value[None], rng)[0] for name, value in tensors.items()}
 
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         """Return one parameter's tensors [n, ...] of n updates, each defended as `on_update` would.
@@ -126,10 +127,6 @@ class UpdateDefense(Defense):
             NotImplementedError: the defense does not end in Gaussian noise.
         """
         raise NotImplementedError(f"defense '{self.name}' does not end in Gaussian noise")
-
-    def each_tensor(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        """Return an update whose tensors went through `on_many` one by one."""
-        return {name: self.on_many(value[None], rng)[0] for name, value in tensors.items()}
 
     def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
         """Return a draw of the mean of what so many clients send, where the mean of their updates decides its law.

@@ -27,9 +27,6 @@ class Sign(UpdateDefense):
     law: ClassVar[Law | None] = "signs"
     deterministic: ClassVar[bool] = True
 
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
-
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         return values.sign()
 
@@ -47,11 +44,9 @@ class TopK(UpdateDefense):
     traits: ClassVar[frozenset[Trait]] = frozenset({"support"})
     law: ClassVar[Law | None] = "largest"
     deterministic: ClassVar[bool] = True
+    never_longer: ClassVar[bool] = True
     keep: float = hyper(0.1, "share of the coordinates that is sent", source="LTI, section 4")
     whole: bool = hyper(False, "the largest of the whole update, not of each tensor", later=True)
-
-    def bound(self, before: float | None, tensors: int) -> float | None:
-        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
@@ -63,7 +58,7 @@ class TopK(UpdateDefense):
 
     def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
         if not self.whole:
-            return self.each_tensor(tensors, rng)
+            return super().on_update(tensors, rng)
         every = torch.cat([value.detach().flatten().double() for value in tensors.values()])
         parts = torch.split(self._largest(every), [value.numel() for value in tensors.values()])
         return {n: part.view_as(v).to(v.dtype) for (n, v), part in zip(tensors.items(), parts, strict=True)}
@@ -104,17 +99,12 @@ class RandomPruning(UpdateDefense):
     name: ClassVar[str] = "random-pruning"
     traits: ClassVar[frozenset[Trait]] = frozenset({"support"})
     law: ClassVar[Law | None] = "support"
+    never_longer: ClassVar[bool] = True
     rate: float = hyper(0.9, "share of the coordinates that is not sent", source="Grab, section 5.5")
-
-    def bound(self, before: float | None, tensors: int) -> float | None:
-        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
             raise BadInputError(f"defense 'random-pruning': rate must be at least 0 and below 1, got {self.rate}")
-
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
 
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         return values * (torch.rand(values.shape, generator=rng) >= self.rate).to(values)
@@ -137,9 +127,6 @@ class Quantize(UpdateDefense):
     def __post_init__(self) -> None:
         if self.bits not in (16, 8, 4):
             raise BadInputError(f"defense 'quantize': bits must be 16, 8 or 4, got {self.bits}")
-
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
 
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         if self.bits == 16:

@@ -40,9 +40,6 @@ class ErrorFeedback(UpdateDefense):
         if self.rounds < 0:
             raise BadInputError(f"defense 'error-feedback': rounds must be at least 0, got {self.rounds}")
 
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
-
     def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
         return values.clone()
 

@@ -17,9 +17,24 @@ from gradaudit.registry import hyper, register
 from gradaudit.streams import draw_seed
 
 
+class _GaussianNoise(UpdateDefense):
+    """Ends in independent Gaussian noise of one size a tensor; a subclass says on what, and of which size."""
+
+    gaussian: ClassVar[bool] = True
+    sigma: float
+
+    def __post_init__(self) -> None:
+        above_zero(self.name, "sigma", self.sigma)
+
+    def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
+        base, deviations = self.before_noise(values)
+        noise = torch.randn(base.shape, generator=rng, dtype=base.dtype).to(base.device)
+        return base + by_update(deviations, base) * noise
+
+
 @register
 @dataclass(frozen=True)
-class Gaussian(UpdateDefense):
+class Gaussian(_GaussianNoise):
     """Add N(0, sigma^2) to every coordinate of the update, without clipping.
 
     This is *not* differential privacy: without a bound on one sentence's contribution, no epsilon follows.
@@ -31,21 +46,11 @@ class Gaussian(UpdateDefense):
     name: ClassVar[str] = "gaussian"
     traits: ClassVar[frozenset[Trait]] = frozenset({"zero mean"})
     law: ClassVar[Law | None] = "gaussian"
-    gaussian: ClassVar[bool] = True
     sigma: float = hyper(1e-4, "standard deviation of the noise", unit="gradient units", source="DAGER, section 5")
     relative: bool = hyper(False, "sigma in multiples of each tensor's own root mean square")
 
     def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
         return Noise(self.sigma, None if self.relative or before is None else 2 * before)
-
-    def __post_init__(self) -> None:
-        above_zero(self.name, "sigma", self.sigma)
-
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
-
-    def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
-        return _noised(*self.before_noise(values), rng)
 
     def before_noise(self, values: Tensor) -> tuple[Tensor, Tensor]:
         if not self.relative:
@@ -61,7 +66,7 @@ class Gaussian(UpdateDefense):
 
 @register
 @dataclass(frozen=True)
-class NormalizedGaussian(UpdateDefense):
+class NormalizedGaussian(_GaussianNoise):
     """Scale each tensor to unit norm, then add N(0, sigma^2): the noise that Grab's release evaluates.
 
     The paper calls it DP-SGD. It is *not*: one sentence's part is not bounded by itself. What follows is an epsilon for
@@ -73,20 +78,10 @@ class NormalizedGaussian(UpdateDefense):
 
     name: ClassVar[str] = "normalized-gaussian"
     traits: ClassVar[frozenset[Trait]] = frozenset({"unit norm"})
-    gaussian: ClassVar[bool] = True
     sigma: float = hyper(0.01, "standard deviation of the noise on unit-norm tensors", source="Grab, section 5.4")
 
     def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
         return Noise(self.sigma, 2 * math.sqrt(tensors))
-
-    def __post_init__(self) -> None:
-        above_zero(self.name, "sigma", self.sigma)
-
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
-
-    def on_many(self, values: Tensor, rng: torch.Generator) -> Tensor:
-        return _noised(*self.before_noise(values), rng)
 
     def before_noise(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return values / by_update(self._norms(values), values), values.new_full((len(values),), self.sigma)
@@ -127,9 +122,6 @@ class Laplace(UpdateDefense):
     def __post_init__(self) -> None:
         above_zero(self.name, "scale", self.scale)
 
-    def on_update(self, tensors: Mapping[str, Tensor], rng: torch.Generator) -> dict[str, Tensor]:
-        return self.each_tensor(tensors, rng)
-
     def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
         # a sum of n exponential draws is one gamma draw of shape n; torch draws those without a generator of one's own
         draw = np.random.default_rng(draw_seed(rng))
@@ -144,8 +136,3 @@ class Laplace(UpdateDefense):
         # two exponential draws differ by a Laplace one; torch.distributions takes no generator
         one, other = (torch.empty(values.shape, dtype=torch.float64).exponential_(generator=rng) for _ in range(2))
         return values + (self.scale * (one - other)).to(values)
-
-
-def _noised(values: Tensor, deviations: Tensor, rng: torch.Generator) -> Tensor:
-    noise = torch.randn(values.shape, generator=rng, dtype=values.dtype).to(values.device)
-    return values + by_update(deviations, values) * noise

@@ -26,10 +26,8 @@ class Freeze(ModelDefense):
 
     name: ClassVar[str] = "freeze"
     traits: ClassVar[frozenset[Trait]] = frozenset()
+    never_longer: ClassVar[bool] = True
     what: str = hyper("embeddings", 'a selection: "embeddings", "0-2:q,k,v", "*:f,p"', source="Grab, section 5.1")
-
-    def bound(self, before: float | None, tensors: int) -> float | None:
-        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         Selection(self.what)
@@ -51,10 +49,8 @@ class DropoutRate(ModelDefense):
 
     name: ClassVar[str] = "dropout"
     traits: ClassVar[frozenset[Trait]] = frozenset()
+    never_longer: ClassVar[bool] = True
     rate: float = hyper(0.1, "share that is dropped", source="Grab, Figure 4: 0.1 to 0.4")
-
-    def bound(self, before: float | None, tensors: int) -> float | None:
-        return before  # it makes no update longer
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:

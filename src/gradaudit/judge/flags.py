@@ -32,12 +32,6 @@ def notes_of(found: Reconstruction | None, size: int) -> tuple[str, ...]:
     return (*found.notes, *surplus)
 
 
-def read_as_gradient(attack: Any, seen: Observation[Any], made: Mapping[str, Any]) -> bool:
-    """Return whether the weight change of several steps, or of several clients' steps, was read as one gradient's."""
-    replayed = made["replayed"] and made["clients"] == 1  # what is replayed is one client with the whole batch
-    return seen.kind == "delta" and made["steps"] > 1 and not (attack.exact_on_deltas or replayed)
-
-
 def flags(
     *,
     own: Mapping[str, bool],
@@ -63,6 +57,7 @@ def flags(
     """
     kind = scores_of(scores)
     told, blind = (kind.strength(found[kind.main]) for found in (scores, baseline))
+    replayed = made["replayed"] and made["clients"] == 1  # what is replayed is one client with the whole batch
     raised = {
         **own,
         "random-weights": seen.model.spec.random_weights,
@@ -71,7 +66,7 @@ def flags(
         "defense-not-modeled": not all(
             modeled(attack, str(d["name"]), seen, made["clients"]) for d in made["defenses"]
         ),
-        "delta-as-gradient": read_as_gradient(attack, seen, made),
+        "delta-as-gradient": seen.kind == "delta" and made["steps"] > 1 and not (attack.exact_on_deltas or replayed),
         "optimizer-failed": diagnosis is not None and diagnosis.verdict == "optimizer failed",
         "objective-failed": diagnosis is not None and diagnosis.verdict == "objective failed",
         "blind-not-beaten": attack.name != "blind" and told <= blind,

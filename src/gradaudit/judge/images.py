@@ -23,24 +23,17 @@ class ImageJudgment(Judgment):
         scores: means over the batch.
         images: scores of each original, in the batch's order.
         originals, recovered: base64 PNG of each; None where nothing was recovered.
-        alike: every image was recovered so well that it hardly differs (PSNR).
+        solved: every image was recovered so well that it hardly differs (PSNR).
     """
 
     scores: Scores
     images: tuple[ImageMarks, ...]
     originals: tuple[str, ...]
     recovered: tuple[str | None, ...]
-    alike: bool
-
-    @property
-    def solved(self) -> bool:
-        return self.alike
+    solved: bool
 
     def of_record(self, baseline: ImageJudgment) -> dict[str, Any]:
         return {"images": self.images, "images_baseline": baseline.images}
-
-    def of_private(self) -> dict[str, Any]:
-        return {"originals": self.originals, "recovered": self.recovered}
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,16 @@ class ImageJudge(Judge[ImageBatch]):
     perceptual: Perceptual | None = None
 
     def judge(self, batch: ImageBatch, found: Reconstruction) -> ImageJudgment:
-        return judge_images(batch, found, self.perceptual)
+        originals = batch.images.cpu()
+        pairs = align_images(originals, None if found.images is None else found.images.cpu(), self.perceptual)
+        marks = tuple(ImageMarks.model_validate({"found": p.guess is not None} | p.scores) for p in pairs)
+        return ImageJudgment(
+            scores=mean_scores(pairs),
+            images=marks,
+            originals=tuple(png(p.original) for p in pairs),
+            recovered=tuple(None if p.guess is None else png(p.guess) for p in pairs),
+            solved=all(m.found and (m.psnr or 0.0) >= ALIKE_DB for m in marks),
+        )
 
     def guessed(self, batch: ImageBatch, found: Reconstruction) -> ImageBatch | None:
         if found.images is None or len(found.images) == 0:
@@ -67,23 +69,3 @@ class ImageJudge(Judge[ImageBatch]):
             places = sorted(p.at for p in align_images(batch.images.cpu(), images) if p.at is not None)
         labels = torch.tensor([known[at % len(known)] for at in places])
         return ImageBatch(images[places], labels) if places else None
-
-
-def judge_images(batch: ImageBatch, found: Reconstruction, perceptual: Perceptual | None = None) -> ImageJudgment:
-    """Compare a reconstruction with the batch: aligned once, one to one; see `align_images` for what is missing.
-
-    Args:
-        batch: the truth.
-        found: what the attack returned; an empty one scores as a failure.
-        perceptual: measures LPIPS; None for not at all.
-    """
-    originals = batch.images.cpu()
-    pairs = align_images(originals, None if found.images is None else found.images.cpu(), perceptual)
-    marks = tuple(ImageMarks.model_validate({"found": p.guess is not None} | p.scores) for p in pairs)
-    return ImageJudgment(
-        scores=mean_scores(pairs),
-        images=marks,
-        originals=tuple(png(p.original) for p in pairs),
-        recovered=tuple(None if p.guess is None else png(p.guess) for p in pairs),
-        alike=all(m.found and (m.psnr or 0.0) >= ALIKE_DB for m in marks),
-    )

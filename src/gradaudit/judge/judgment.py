@@ -20,25 +20,19 @@ class Judgment(ABC):
     scores: dict[str, float | None]
     """By name."""
 
-    @property
-    @abstractmethod
-    def solved(self) -> bool:
-        """Whether everything was found."""
+    solved: bool
+    """Whether everything was found."""
 
     @abstractmethod
     def of_record(self, baseline: Self) -> dict[str, Any]:
         """Return the fields of the record that only this kind of data has, beside those of the blind guess."""
-
-    @abstractmethod
-    def of_private(self) -> dict[str, Any]:
-        """Return the fields of the private side."""
 
 
 class Judge(ABC, Generic[B]):
     """Compares what attacks found in batches of one kind of data with the truth."""
 
     private: ClassVar[type[BaseModel]]
-    """A line of the private side: case, setting, batch, attack, and what `Judgment.of_private` gives."""
+    """A line of the private side: case, setting, batch, attack, and what the judgment calls by the same names."""
     file: ClassVar[str]
     """Its file in a run's folder."""
 

@@ -31,7 +31,7 @@ class TextJudgment(Judgment):
         sentences: word marks, in the batch's order.
         originals, recovered: the texts behind them.
         original_words, recovered_words: the words the marks stand for.
-        all_exact: every sentence has equal token ids.
+        solved: every sentence has equal token ids.
     """
 
     scores: metrics.Scores
@@ -42,11 +42,7 @@ class TextJudgment(Judgment):
     recovered: tuple[str | None, ...]
     original_words: tuple[tuple[str, ...], ...]
     recovered_words: tuple[tuple[str, ...], ...]
-    all_exact: bool
-
-    @property
-    def solved(self) -> bool:
-        return self.all_exact
+    solved: bool
 
     def of_record(self, baseline: TextJudgment) -> dict[str, Any]:
         published: dict[str, metrics.Scores] = {}
@@ -60,14 +56,6 @@ class TextJudgment(Judgment):
             "sensitive_baseline": baseline.sensitive,
             "certificates": dict(proofs),
             "sentences": self.sentences,
-        }
-
-    def of_private(self) -> dict[str, Any]:
-        return {
-            "originals": self.originals,
-            "recovered": self.recovered,
-            "original_words": self.original_words,
-            "recovered_words": self.recovered_words,
         }
 
 
@@ -86,7 +74,37 @@ class TextJudge(Judge[Batch]):
     published: tuple[str, ...] = ()
 
     def judge(self, batch: Batch, found: Reconstruction) -> TextJudgment:
-        return judge(self.model, batch, found, self.published)
+        originals = [sentence(self.model, ids) for ids in batch.sequences()]
+        guesses = [sentence(self.model, ids) for ids in found.sequences]
+        pairs = metrics.align(originals, guesses)
+        words = [
+            (metrics.split_words(p.original.text), metrics.split_words(p.guess.text) if p.guess else []) for p in pairs
+        ]
+        certificate = _certificates(pairs, guesses, found)
+        marked = []
+        for (original, guess), pair, proof in zip(words, pairs, certificate, strict=True):
+            on_guess, on_original = metrics.marks(original, guess)
+            marked.append(
+                SentenceMarks(
+                    recovered=on_guess,
+                    original=on_original,
+                    certificate=proof,
+                    rougeL=pair.rouge["rougeL"],
+                    exact=pair.guess is not None and pair.guess.ids == pair.original.ids,
+                )
+            )
+        recovered = tuple(None if p.guess is None else p.guess.text for p in pairs)
+        return TextJudgment(
+            scores=metrics.score(pairs),
+            published={name: metrics.PUBLISHED[name](originals, guesses) for name in self.published},
+            sensitive=metrics.sensitive_share([spans(text) for text in batch.texts], recovered),
+            sentences=tuple(marked),
+            originals=tuple(p.original.text for p in pairs),
+            recovered=recovered,
+            original_words=tuple(tuple(o) for o, _ in words),
+            recovered_words=tuple(tuple(g) for _, g in words),
+            solved=all(m.exact for m in marked),
+        )
 
     def nothing(self, batch: Batch) -> TextJudgment:
         return replace(self.judge(batch, Reconstruction()), sentences=())
@@ -115,48 +133,6 @@ def sentence(model: TransformersModel, ids: Sequence[int]) -> metrics.Sentence:
     """Return a sentence ready for comparison: special tokens stripped, and the text that keeps them."""
     content = tuple(model.content(list(ids)))
     return metrics.Sentence(content, model.decode(content), str(model.tokenizer.decode(list(ids))))
-
-
-def judge(model: TransformersModel, batch: Batch, found: Reconstruction, published: Sequence[str] = ()) -> TextJudgment:
-    """Compare a reconstruction with the batch: aligned once, one to one, missing guesses count 0.
-
-    Args:
-        model: gives the texts of token ids.
-        batch: the truth.
-        found: what the attack returned.
-        published: names of the papers' scorings to compute beside ours.
-    """
-    originals = [sentence(model, ids) for ids in batch.sequences()]
-    guesses = [sentence(model, ids) for ids in found.sequences]
-    pairs = metrics.align(originals, guesses)
-    words = [
-        (metrics.split_words(p.original.text), metrics.split_words(p.guess.text) if p.guess else []) for p in pairs
-    ]
-    certificate = _certificates(pairs, guesses, found)
-    marked = []
-    for (original, guess), pair, proof in zip(words, pairs, certificate, strict=True):
-        on_guess, on_original = metrics.marks(original, guess)
-        marked.append(
-            SentenceMarks(
-                recovered=on_guess,
-                original=on_original,
-                certificate=proof,
-                rougeL=pair.rouge["rougeL"],
-                exact=pair.guess is not None and pair.guess.ids == pair.original.ids,
-            )
-        )
-    recovered = tuple(None if p.guess is None else p.guess.text for p in pairs)
-    return TextJudgment(
-        scores=metrics.score(pairs),
-        published={name: metrics.PUBLISHED[name](originals, guesses) for name in published},
-        sensitive=metrics.sensitive_share([spans(text) for text in batch.texts], recovered),
-        sentences=tuple(marked),
-        originals=tuple(p.original.text for p in pairs),
-        recovered=recovered,
-        original_words=tuple(tuple(o) for o, _ in words),
-        recovered_words=tuple(tuple(g) for _, g in words),
-        all_exact=all(m.exact for m in marked),
-    )
 
 
 def _certificates(

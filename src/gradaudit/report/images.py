@@ -35,18 +35,9 @@ class Grid:
     total: int
     recognized: int
 
-    @property
-    def left_out(self) -> int:
-        """Return how many images the report does not show."""
-        return self.total - len(self.shown)
-
 
 def picture_grids(
-    records: Sequence[Record],
-    pictures: Iterable[Pictures],
-    show: bool,
-    order: Sequence[tuple[str, str]],
-    most: int,
+    records: Sequence[Record], pictures: Iterable[Pictures], show: bool, order: Sequence[tuple[str, str]], most: int
 ) -> list[Grid]:
     """Return the images to show for each (setting, attack), the first of each.
 

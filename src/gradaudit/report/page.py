@@ -16,16 +16,6 @@ Rows = Mapping[str, Sequence[Row]]
 """Rows of results by setting."""
 
 
-def no_facts(rows: Rows, records: Sequence[Record], shown: Sequence[Any]) -> Facts:
-    """Return no facts."""
-    return []
-
-
-def nothing_shown(record: Record, number: int, private: Any, show: bool) -> Any:
-    """Return that nothing is shown of what was read best."""
-    return None
-
-
 @dataclass(frozen=True)
 class Page:
     """One kind of data in the report.
@@ -45,8 +35,8 @@ class Page:
     words: Mapping[str, str] = field(default_factory=lambda: _WORDS)
     private: type[Any] | None = None
     file: str = ""
-    facts: Callable[[Rows, Sequence[Record], Sequence[Any]], Facts] = no_facts
-    read_best: Callable[[Record, int, Any, bool], Any] = nothing_shown
+    facts: Callable[[Rows, Sequence[Record], Sequence[Any]], Facts] = lambda rows, records, shown: []
+    read_best: Callable[[Record, int, Any, bool], Any] = lambda record, number, private, show: None
 
 
 _WORDS: Mapping[str, str] = {

@@ -6,23 +6,22 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from pydantic import ValidationError
 
 from gradaudit.errors import BadInputError
 from gradaudit.files import read_lines, write_page
 from gradaudit.flags import FLAGS
+from gradaudit.metrics.summary import summarize
 from gradaudit.record import Pictures, Record, RunInfo, Spectrum, Summary, Texts
 from gradaudit.report import sections
 from gradaudit.report.images import picture_grids
 from gradaudit.report.page import page_of
 from gradaudit.report.spectrum import spectrum_svg
 from gradaudit.report.text import Pair, sentence_pairs
-from gradaudit.report.visible import Veil, clip, visible
-from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS, number_of
+from gradaudit.report.visible import Veil, clip, environment
+from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS
 from gradaudit.scores import scores_of
 from gradaudit.verdict.level import BLIND
 from gradaudit.verdict.run import WORST_FIRST, Verdicts, verdicts
@@ -66,8 +65,6 @@ def render(folder: Path, show_text: bool = False) -> Path:
     Raises:
         BadInputError: the folder is not that of a run, a file is damaged, or the disk refuses.
     """
-    from gradaudit.metrics.summary import summarize
-
     info = _read_info(folder)
     try:
         records = list(read_lines(folder / "records.jsonl", Record))
@@ -163,7 +160,7 @@ def _page(
             marks=MARKS,
             certificates=CERTIFICATES,
             certified=any(s.certificate for pair in pairs for s in pair.shown),
-            spectra=[(name, Markup(spectrum_svg(item)), item) for name, item in spectra[: limits.spectra]],
+            spectra=[(name, spectrum_svg(item), item) for name, item in spectra[: limits.spectra]],
             spectra_left_out=len(spectra[limits.spectra :]),
             diagnosis_names=DIAGNOSES,
             diagnoses=sections.diagnoses(records, order),
@@ -182,42 +179,12 @@ def _page(
     )
 
 
-def environment() -> Environment:
-    """Return what fills the report's templates: nothing is printed that is not escaped and visible."""
-    made = Environment(
-        loader=FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=_shown,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters["number"] = number_of
-    made.filters["clip"] = clip
-    made.filters["sentence"] = lambda text: text[:1].upper() + text[1:].rstrip(".") + "."
-    made.filters["factor"] = _factor
-    made.filters["lines"] = lambda text: Markup("\n").join(visible(line) for line in text.split("\n"))
-    made.filters["code"] = lambda text: clip(text, 16) if " " not in text else text
-    return made
-
-
-def _shown(value: Any) -> Any:
-    """Make every value that the template prints visible; autoescape then does the rest."""
-    return value if isinstance(value, Markup) else visible(str(value))
-
-
 def _date(made: str) -> str:
     try:
         when = datetime.datetime.fromisoformat(made)
     except ValueError:
         return clip(made, 40)
     return f"{when.day} {when:%B %Y, %H:%M} {when.tzname() or ''}".rstrip()
-
-
-def _factor(value: float) -> str:
-    if not 1e-3 < value < 1e9:
-        return f"{value:.1g}"
-    return f"{float(f'{value:.2g}'):,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _first_rows(rows: dict[str, list[sections.Row]], most: int) -> tuple[dict[str, list[sections.Row]], int]:

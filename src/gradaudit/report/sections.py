@@ -98,15 +98,12 @@ def result_rows(summaries: Sequence[Summary], records: Sequence[Record], order: 
 
 def _row(summary: Summary, own: Sequence[Record]) -> Row:
     is_blind = summary.attack == BLIND
-    cells: dict[str, Cell] = {}
     kind = scores_of(summary.scores)
+    cells: dict[str, Cell] = {}
     for score in kind.all:
-        name = score.name
-        blind = summary.baseline.get(name)
-        mean = blind.mean if blind and not is_blind else None
-        cells[name] = Cell(
-            summary.scores.get(name), mean, score.digits if score.report_digits is None else score.report_digits
-        )
+        blind = None if is_blind else summary.baseline.get(score.name)
+        digits = score.digits if score.report_digits is None else score.report_digits
+        cells[score.name] = Cell(summary.scores.get(score.name), blind.mean if blind else None, digits)
     spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
     loads = [r.load for r in own if r.load is not None]
     return Row(
@@ -142,11 +139,7 @@ def threats(records: Sequence[Record], order: Sequence[Pair]) -> list[Threat]:
         names = list(dict.fromkeys(name for record in own for name in record.knowledge))
         kind = scores_of(name for record in own for name in record.scores)
         given = tuple(
-            (
-                name.replace("_", " "),
-                _said(meanings.get(name, ""), kind),
-                _value([r.knowledge.get(name) for r in own]),
-            )
+            (name.replace("_", " "), _said(meanings.get(name, ""), kind), _value([r.knowledge.get(name) for r in own]))
             for name in sorted(names, key=lambda n: [*meanings, n].index(n))
         )
         left = [n for n in KNOWLEDGE if n not in kind.facts_unfit and n not in names]

@@ -233,6 +233,7 @@ def print_rounds(found: Rounds, bundles: Sequence[Path], out: Console, err: Cons
 
 
 _VERDICTS = {"void": "red", "not supported": "red", "supported": "green", "nothing declared": "yellow"}
+_UNITS = {"client": "all that a client holds", "example": "one example"}
 
 
 def print_findings(findings: Sequence[Finding], out: Console) -> None:
@@ -270,7 +271,3 @@ def _supported(found: Finding) -> Table:
         values = [shortened(line.one_round), *([shortened(line.all_rounds)] if claim.rounds > 1 else [])]
         table.add_row(_UNITS[line.unit], change, *values)
     return table
-
-
-_VERDICTS = {"void": "red", "not supported": "red", "supported": "green", "nothing declared": "yellow"}
-_UNITS = {"client": "all that a client holds", "example": "one example"}

@@ -49,12 +49,7 @@ def _facts(rows: Rows, records: Sequence[Record], shown: Sequence[Pair]) -> Fact
     return facts
 
 
-Key = tuple[str, str, int, str]
-
-
 _WORDS_A_SENTENCE = 80
-
-
 _LETTERS_A_WORD = 60
 
 
@@ -97,11 +92,6 @@ class Pair:
     shown: tuple[Sentence, ...]
     total: int
     exact: int
-
-    @property
-    def left_out(self) -> int:
-        """Return how many sentences the report does not show."""
-        return self.total - len(self.shown)
 
 
 def sentence_pairs(
@@ -207,7 +197,7 @@ def _count(private: Texts | None) -> int:
     return len(private.original_words) if private else 0
 
 
-def _key(item: Record | Texts) -> Key:
+def _key(item: Record | Texts) -> tuple[str, str, int, str]:
     return item.case, item.setting, item.batch, item.attack
 
 

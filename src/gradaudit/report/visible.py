@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from gradaudit.record import Texts
+from gradaudit.report.wording import number_of
 
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 """Characters of visible categories that draw nothing."""
@@ -101,3 +107,33 @@ def _runs(text: str) -> list[str]:
         else:
             runs.append(char)
     return runs
+
+
+def environment() -> Environment:
+    """Return what fills the report's templates: nothing is printed that is not escaped and visible."""
+    made = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters["number"] = number_of
+    made.filters["clip"] = clip
+    made.filters["sentence"] = lambda text: text[:1].upper() + text[1:].rstrip(".") + "."
+    made.filters["factor"] = _factor
+    made.filters["lines"] = lambda text: Markup("\n").join(visible(line) for line in text.split("\n"))
+    made.filters["code"] = lambda text: clip(text, 16) if " " not in text else text
+    return made
+
+
+def _shown(value: Any) -> Any:
+    """Make every value that the template prints visible; autoescape then does the rest."""
+    return value if isinstance(value, Markup) else visible(str(value))
+
+
+def _factor(value: float) -> str:
+    if not 1e-3 < value < 1e9:
+        return f"{value:.1g}"
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 100 else f"{value:.2g}"

@@ -56,7 +56,6 @@ DIAGNOSES: Mapping[str, tuple[str, str]] = {
     "no guess": ("No guess", "the attack returned nothing to compare"),
 }
 
-
 NO_INTERVAL = Interval(mean=None, n=0)
 """Of a score that nobody measured."""
 

@@ -205,9 +205,9 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: i
         BadInputError: the folder cannot be written.
     """
     found: dict[int, Result] = {}
-    for number, result in (
-        _one_by_one(sweep, base, out, device) if jobs == 1 else _shared(sweep, base, out, device, jobs)
-    ):
+    held = _Held()
+    one_by_one = ((n, _run(point, sweep.utility, base, out, device, held)) for n, point in enumerate(sweep.points))
+    for number, result in one_by_one if jobs == 1 else _shared(sweep, base, out, device, jobs):
         found[number] = result
         _write(out / TABLE, [found[n] for n in sorted(found)])
         step("points", len(found), len(sweep.points))
@@ -218,8 +218,8 @@ class _Held:
     """The last model and the last data that a process read: most points of a sweep share them."""
 
     def __init__(self) -> None:
-        self._model: tuple[str, Model] | None = None
-        self._rows: tuple[str, Any] | None = None
+        self._model: dict[str, Model] = {}
+        self._rows: dict[str, Any] = {}
 
     def prepared(self, case: Case, base: Path, device: torch.device) -> Prepared:
         """Return `audit.prepare`'s result; what it raises, it raises."""
@@ -227,24 +227,17 @@ class _Held:
         data = json.dumps([source, str(base)], default=str)
         whose = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, str(device), data], default=str)
         # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
-        model = self._model[1] if self._model is not None and self._model[0] == whose and case.lora is None else None
-        rows = self._rows[1] if self._rows is not None and self._rows[0] == data else None
-        if rows is None:
-            self._rows = (data, rows := READERS[kind_of(case.task)](case.data, base))
-        ready = prepare(case, base, device, model, rows)
+        model = self._model.get(whose) if case.lora is None else None
+        if data not in self._rows:
+            self._rows = {data: READERS[kind_of(case.task)](case.data, base)}
+        ready = prepare(case, base, device, model, self._rows[data])
         if case.lora is None:
-            self._model = (whose, ready.model)
+            self._model = {whose: ready.model}
         return ready
 
 
 _HELD = _Held()
 """Of a process that runs points for another."""
-
-
-def _one_by_one(sweep: Sweep, base: Path, out: Path, device: torch.device) -> Iterator[tuple[int, Result]]:
-    held = _Held()
-    for number, point in enumerate(sweep.points):
-        yield number, _run(point, sweep.utility, base, out, device, held)
 
 
 def _shared(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int) -> Iterator[tuple[int, Result]]:
@@ -299,14 +292,7 @@ def _run_some(
         return [_run(point, cost, base, out, device, _HELD) for point in points]
 
 
-def _run(
-    point: Point,
-    cost: UtilityTable | None,
-    base: Path,
-    out: Path,
-    device: torch.device,
-    held: _Held,
-) -> Result:
+def _run(point: Point, cost: UtilityTable | None, base: Path, out: Path, device: torch.device, held: _Held) -> Result:
     records: list[Record] = []
     case = point.case
     try:

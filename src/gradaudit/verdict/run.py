@@ -56,11 +56,7 @@ def verdicts(summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict
     """
     names = dict.fromkeys([r.setting for r in records] + [s.setting for s in summaries])
     by_setting = {
-        name: _of_setting(
-            name,
-            [s for s in summaries if s.setting == name],
-            [r for r in records if r.setting == name],
-        )
+        name: _of_setting(name, [s for s in summaries if s.setting == name], [r for r in records if r.setting == name])
         for name in names
     }
     if not by_setting:

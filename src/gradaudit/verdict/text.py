@@ -68,7 +68,7 @@ def _leaks(name: str, attacks: Sequence[Record], records: Sequence[Record]) -> t
         # Sentences of failed batches stay in the total: a failure is no proof that they were out of reach.
         failed = record.error is not None
         exact, near = (0, 0) if failed else _read_back(record, blind.get((record.case, record.batch)))
-        gains.setdefault(record.attack, []).append((exact, near, sentencecounted(record)))
+        gains.setdefault(record.attack, []).append((exact, near, sentence_count(record)))
     totals = {attack: tuple(map(sum, zip(*found, strict=True))) for attack, found in gains.items()}
     attack, best = max(totals.items(), key=lambda item: item[1], default=("", (0, 0, 0)))
     exact, near, total = best
@@ -116,11 +116,7 @@ def _partly(name: str, summaries: Iterable[Summary], attacks: Sequence[Record]) 
         blind_spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
         pairs = (
             ("ROUGE-L", summary.scores.get("rougeL"), (blind_rouge.mean if blind_rouge else None) or 0.0),
-            (
-                "names and numbers",
-                summary.sensitive,
-                sum(blind_spans) / len(blind_spans) if blind_spans else 0.0,
-            ),
+            ("names and numbers", summary.sensitive, sum(blind_spans) / len(blind_spans) if blind_spans else 0.0),
         )
         for what, interval, guessed in pairs:
             lead = _lead(interval, guessed)
@@ -181,11 +177,6 @@ def _judged(record: Record) -> bool:
 
 def _scores_known(record: Record) -> bool:
     return any(score is not None for score in record.scores.values())
-
-
-def sentencecounted(record: Record) -> int:
-    """Return how many sentences a batch had, marked or not."""
-    return len(record.sentences) or record.batch_size
 
 
 def sentence_count(record: Record) -> int:
