@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradaudit.channels import traits_of
 from gradaudit.client.client import Client
+from gradaudit.defense_traits import traits_of
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge.diagnosis import diagnose
 from gradaudit.judge.flags import flags, notes_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from gradaudit.channels import ANYTHING
 from gradaudit.client.client import Client
+from gradaudit.defense_traits import ANYTHING
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.defenses.noise import Gaussian
 from gradaudit.errors import BadInputError

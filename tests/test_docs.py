@@ -447,6 +447,8 @@ def test_files_that_pages_name_exist():
             if re.fullmatch(r"(src|tests|docs|cases|benchmarks|examples)/[\w./-]*", name):
                 planned = name.endswith("word_rows.py")
                 assert planned or (ROOT / name).exists(), f"{path.name}: {name} is not there"
+            elif "/" in name and re.fullmatch(r"[a-z_/]+\.py", name):
+                assert (ROOT / "src/gradaudit" / name).exists(), f"{path.name}: {name} is not in the package"
 
 
 def test_the_license_is_the_whole_apache_license():

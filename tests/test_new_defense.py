@@ -13,8 +13,8 @@ from torch import Tensor
 from gradaudit import registry
 from gradaudit.accounting.promised import promised
 from gradaudit.audit.prepare import uncountered
-from gradaudit.channels import Law, Trait
 from gradaudit.client.client import Client
+from gradaudit.defense_traits import Law, Trait
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.judge.flags import modeled
 from gradaudit.leakage.matching.counters import countered

@@ -49,7 +49,7 @@ GROUND = (
     "workspace",
     "kinds",
     "scores",
-    "channels",
+    "defense_traits",
 )
 """Files at the root that every room may import."""
 TOP = ("__main__", "case", "catalog", "cli", "demo")

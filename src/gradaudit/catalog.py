@@ -7,8 +7,8 @@ import inspect
 from typing import Any
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import traits_of
 from gradaudit.data.named import NAMED
+from gradaudit.defense_traits import traits_of
 from gradaudit.errors import unknown_name
 from gradaudit.metrics.images import IMAGE_METRICS
 from gradaudit.metrics.text import METRICS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from gradaudit.channels import OF_MEANS, Trait, traits_of, with_trait
+from gradaudit.defense_traits import OF_MEANS, Trait, traits_of, with_trait
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.guess_back import guess_back
 from gradaudit.models.base import Model, TextModel

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import ANYTHING, Trait
+from gradaudit.defense_traits import ANYTHING, Trait
 from gradaudit.leakage.priors import GUESSES
 from gradaudit.models.base import Model
 from gradaudit.models.spec import kind_of

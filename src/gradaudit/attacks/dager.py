@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.rowspace.embedding_rows import words_of
 from gradaudit.leakage.rowspace.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow

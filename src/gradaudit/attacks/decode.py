@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import ANYTHING, Trait
+from gradaudit.defense_traits import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.explain import explain
@@ -39,7 +39,7 @@ _FULL = "not identifiable: the row space is full (as many tokens as the width, o
 class Decode(Attack):
     """Read a batch back from the row spaces of its attention gradients, and prove each sentence without the truth.
 
-    With dropout on, every row of block 0 is a code word with erasures: linear programs decode tokens, masks and copies,
+    With dropout on, every row of block 0 is a known row with some coordinates set to zero: linear programs decode tokens, masks and copies,
     and the attention gradients say which tokens belong together (BERT, RoBERTa, MPNet, GPT-2). With dropout off, an
     encoder's words are placed by what each brought and each position received, linked, mended in the span of block 1,
     and taken out of the gradient one sentence after the other; a decoder's prefixes grow as in DAGER. Labels,

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words
 from gradaudit.leakage.matching.layout import layout
 from gradaudit.leakage.matching.similarity import REPLAYED, Likeness

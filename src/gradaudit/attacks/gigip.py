@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
 from gradaudit.leakage.images.matching import COUNTERED, image_labels, match_for, total_variation
 from gradaudit.leakage.images.replay import image_objective

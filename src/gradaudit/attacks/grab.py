@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import Trait, all_traits
+from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.matching.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered

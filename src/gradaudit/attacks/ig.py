@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.leakage.images.matching import (
     COUNTERED,
     Signed,

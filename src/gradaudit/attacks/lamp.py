@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.matching.counters import COUNTERED, countered

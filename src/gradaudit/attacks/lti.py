@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import ANYTHING, Trait
+from gradaudit.defense_traits import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.manifest import Target
 from gradaudit.learned.public import Public, Simulation

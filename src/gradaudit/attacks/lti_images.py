@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import ANYTHING, Trait
+from gradaudit.defense_traits import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.images.likelihood import LAWS, ImageEvidence, has_law
 from gradaudit.leakage.images.matching import image_labels

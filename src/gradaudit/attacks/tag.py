@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.leakage.matching.counters import COUNTERED, countered
 from gradaudit.leakage.matching.distances import SquaredL2
 from gradaudit.leakage.matching.loop import match

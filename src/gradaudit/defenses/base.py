@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.channels import Law, Trait
+from gradaudit.defense_traits import Law, Trait
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import Model, TextModel
 from gradaudit.types import Batch

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.defenses.base import UpdateDefense, above_zero, by_update, mean_of
 from gradaudit.registry import hyper, register
 

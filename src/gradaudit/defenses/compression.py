@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradaudit.channels import Law, Trait
+from gradaudit.defense_traits import Law, Trait
 from gradaudit.defenses.base import UpdateDefense, by_update
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register

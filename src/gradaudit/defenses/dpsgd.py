@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.defenses.base import ExampleDefense, Noise, above_zero
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register

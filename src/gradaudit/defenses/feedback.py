@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError
 from gradaudit.registry import hyper, register

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradaudit.channels import Law, Trait
+from gradaudit.defense_traits import Law, Trait
 from gradaudit.defenses.base import Noise, UpdateDefense, above_zero, by_update, mean_of
 from gradaudit.registry import hyper, register
 from gradaudit.streams import draw_seed

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.defenses.base import BatchDefense
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import TextModel

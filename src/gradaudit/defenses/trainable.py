@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradaudit.channels import Trait
+from gradaudit.defense_traits import Trait
 from gradaudit.defenses.base import ModelDefense
 from gradaudit.errors import BadInputError
 from gradaudit.models.base import Model

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradaudit.channels import all_traits
+from gradaudit.defense_traits import all_traits
 from gradaudit.errors import NotSupportedError
 from gradaudit.models.base import Model
 from gradaudit.types import Observation

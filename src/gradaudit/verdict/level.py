@@ -1,4 +1,4 @@
-"""How a setting is judged, from best to worst known, and what each kind of data brings to it."""
+"""How a setting is judged, and what each kind of data brings to it."""
 
 from __future__ import annotations
 

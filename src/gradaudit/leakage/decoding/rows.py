@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.erasures import another, decode, refine
+from gradaudit.leakage.decoding.dropout_masks import coordinates_to_forbid, decode_masks, refine_masks
 from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -106,7 +106,7 @@ class MaskedInputs:
 
     def accepted(self, clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """Return the finished masks, and which of them are rows of the batch."""
-        kept, outside = refine(self.outside, clean, start)
+        kept, outside = refine_masks(self.outside, clean, start)
         inside = (outside < self.limit) & (kept.double().mean(1) > LEAST_KEPT)
         if self.model.dropout_before_norm and bool(inside.any()):
             at = torch.where(inside)[0]
@@ -194,7 +194,7 @@ def _scan(inputs: MaskedInputs, how: Search, found: list[Row]) -> None:
             # masked copies of one row blur its residual, so the known first token is decoded directly
             ids = torch.tensor(prefix, device=ids.device)
         clean = inputs.clean(position, ids)
-        kept, inside = inputs.accepted(clean, decode(inputs.basis, clean), how.rate)
+        kept, inside = inputs.accepted(clean, decode_masks(inputs.basis, clean), how.rate)
         for at in torch.where(inside)[0].tolist():
             if (position, int(ids[at])) not in known:
                 found.append(Row(int(ids[at]), position, kept[at], clean[at]))
@@ -214,7 +214,7 @@ def _again(inputs: MaskedInputs, how: Search, found: list[Row], longest: int, rn
             continue
         ids = ids.repeat(_RESTARTS)
         clean = inputs.clean(position, ids)
-        kept, inside = inputs.accepted(clean, decode(inputs.basis, clean, rng=rng, rounds=_ROUNDS), how.rate)
+        kept, inside = inputs.accepted(clean, decode_masks(inputs.basis, clean, rng=rng, rounds=_ROUNDS), how.rate)
         for at in torch.where(inside)[0].tolist():
             if (position, int(ids[at])) not in known:
                 known.add((position, int(ids[at])))
@@ -244,13 +244,13 @@ def _copies(
         # of a first token that many copies blur, random objectives find the first
         masks = torch.stack([row.kept for row in rows]) if rows else torch.zeros_like(x, dtype=torch.bool)[None]
         clean.append(x.expand(tries, -1))
-        forbidden.append(another(x, masks, tries, rng) & bool(rows))
+        forbidden.append(coordinates_to_forbid(x, masks, tries, rng) & bool(rows))
         owner += [kind] * tries
     if not clean:
         return
     rows_ = torch.cat(clean)
     # a known copy with one coordinate taken away is nearly a solution: it takes longer to leave it
-    start = decode(inputs.basis, rows_, forbidden=torch.cat(forbidden), rng=rng, steps=_COPY_STEPS)
+    start = decode_masks(inputs.basis, rows_, forbidden=torch.cat(forbidden), rng=rng, steps=_COPY_STEPS)
     kept, inside = inputs.accepted(rows_, start, how.rate)
     for at in torch.where(inside)[0].tolist():
         same = kinds.setdefault(owner[at], [])

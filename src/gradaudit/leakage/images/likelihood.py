@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.channels import law_of
+from gradaudit.defense_traits import law_of
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.observed import as_gradient
 from gradaudit.models.images import ImageModel

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.channels import Trait, all_traits
+from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.leakage.labels import analytic_label
 from gradaudit.leakage.observed import as_gradient
 from gradaudit.models.images import ImageModel

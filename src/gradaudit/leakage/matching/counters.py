@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradaudit.channels import Trait, all_traits
+from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching.distances import Distance, Normalized, OnSupport, WrongSigns
 from gradaudit.types import Observation

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradaudit.channels import Trait, traits_of
+from gradaudit.defense_traits import Trait, traits_of
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching.counters import must_be_whole
 from gradaudit.leakage.observed import as_gradient, word_gradient_hidden

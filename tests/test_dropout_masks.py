@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from gradaudit.leakage.decoding import erasures
+from gradaudit.leakage.decoding import dropout_masks
 
 WIDTH = 192
 
@@ -27,7 +27,7 @@ def made(rows: int, rate: float, seed: int, copies: int = 1) -> tuple[Tensor, Te
 
 def decoded(basis: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T
-    return erasures.refine(outside, rows, erasures.decode(basis, rows))
+    return dropout_masks.refine_masks(outside, rows, dropout_masks.decode_masks(basis, rows))
 
 
 @pytest.mark.parametrize(("rows", "rate"), [(5, 0.1), (30, 0.1), (80, 0.1), (20, 0.3), (60, 0.3), (50, 0.4)])
@@ -54,7 +54,7 @@ def test_flips_mend_a_mask_that_is_nearly_right_and_never_make_one_worse():
     wrong = kept.clone()
     wrong[:, ::24] ^= True
     before = ((clean * wrong) @ outside).norm(dim=1)
-    mended, left = erasures.refine(outside, clean, wrong)
+    mended, left = dropout_masks.refine_masks(outside, clean, wrong)
     assert torch.equal(mended, kept)
     assert bool((((clean * mended) @ outside).norm(dim=1) <= before).all())
     assert float(left.max()) < 1e-5
@@ -68,7 +68,7 @@ def test_a_linear_program_agrees_with_a_solver_of_its_own():
     solved = linprog(weight, A_ub=np.concatenate([matrix, -matrix]), b_ub=bounds, bounds=(None, None), method="highs")
     exact = torch.from_numpy(matrix @ solved.x > 0.5)
     assert torch.equal(exact, kept[0])
-    assert torch.equal(erasures.decode(basis, clean[:1])[0], exact)
+    assert torch.equal(dropout_masks.decode_masks(basis, clean[:1])[0], exact)
 
 
 def test_copies_are_found_one_by_one_until_there_are_no_more():
@@ -77,10 +77,10 @@ def test_copies_are_found_one_by_one_until_there_are_no_more():
     rng = torch.Generator().manual_seed(0)
     known = [kept[0]]
     for _ in range(12):
-        forbidden = erasures.another(clean[0], torch.stack(known), 24, rng)
+        forbidden = dropout_masks.coordinates_to_forbid(clean[0], torch.stack(known), 24, rng)
         rows = clean[:1].expand(24, -1)
-        masks = erasures.decode(basis, rows, forbidden=forbidden, rng=rng, steps=300)
-        found, left = erasures.refine(outside, rows, masks)
+        masks = dropout_masks.decode_masks(basis, rows, forbidden=forbidden, rng=rng, steps=300)
+        found, left = dropout_masks.refine_masks(outside, rows, masks)
         for mask in found[(left < 1e-5) & (found.double().mean(1) > 0.5)]:  # the empty mask lies in every span
             if not any(torch.equal(mask, k) for k in known):
                 known.append(mask)
@@ -89,7 +89,7 @@ def test_copies_are_found_one_by_one_until_there_are_no_more():
 
 def test_what_is_forbidden_is_kept_by_every_known_copy():
     _, clean, kept = made(10, 0.2, seed=5, copies=4)
-    forbidden = erasures.another(clean[0], kept[:4], 40, torch.Generator().manual_seed(1))
+    forbidden = dropout_masks.coordinates_to_forbid(clean[0], kept[:4], 40, torch.Generator().manual_seed(1))
     assert bool((forbidden.sum(1) == 1).all())
     assert not bool((forbidden & ~kept[:4].all(0)).any())
 
@@ -97,14 +97,14 @@ def test_what_is_forbidden_is_kept_by_every_known_copy():
 def test_a_coordinate_that_some_known_copy_drops_is_not_forbidden():
     row, known = torch.ones(8, dtype=torch.double), torch.ones(3, 8, dtype=torch.bool)
     known[0, :3], known[1, 2:5], known[:, 7] = False, False, False
-    forbidden = erasures.another(row, known, 20, torch.Generator().manual_seed(0))
+    forbidden = dropout_masks.coordinates_to_forbid(row, known, 20, torch.Generator().manual_seed(0))
     assert set(torch.where(forbidden)[1].tolist()) == {5, 6}
 
 
 def test_random_objectives_differ_from_the_plain_one_and_from_each_other():
     basis, _, _ = made(120, 0.1, seed=6)  # too full to decode: what comes out depends on the objective
     strangers = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(7), dtype=torch.double)
-    plain = erasures.decode(basis, strangers)
-    one, other = (erasures.decode(basis, strangers, rng=torch.Generator().manual_seed(s)) for s in (0, 1))
+    plain = dropout_masks.decode_masks(basis, strangers)
+    one, other = (dropout_masks.decode_masks(basis, strangers, rng=torch.Generator().manual_seed(s)) for s in (0, 1))
     assert not torch.equal(one, plain)
     assert not torch.equal(one, other)

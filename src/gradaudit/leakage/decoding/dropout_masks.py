@@ -26,7 +26,7 @@ _CHUNK = 1024
 
 
 @torch.no_grad()
-def decode(
+def decode_masks(
     basis: Tensor,
     rows: Tensor,
     *,
@@ -35,7 +35,7 @@ def decode(
     steps: int = 60,
     rounds: int = 4,
 ) -> Tensor:
-    """Return [n, d] bool, the mask of each row that the linear program finds; nearly right ones are for `refine`.
+    """Return [n, d] bool, the mask of each row that the linear program finds; nearly right ones are for `refine_masks`.
 
     Args:
         basis: [d, r] orthonormal.
@@ -62,7 +62,7 @@ def _solve(
     steps: int,
     rounds: int,
 ) -> Tensor:
-    # float32: only the side of 1/2 on which a coordinate falls is read, and `refine` measures in float64
+    # float32: only the side of 1/2 on which a coordinate falls is read, and `refine_masks` measures in float64
     onto, x = basis.float(), torch.nn.functional.normalize(rows, dim=1).float() * rows.shape[1] ** 0.5
     low, high = x.clamp_max(0), x.clamp_min(0)
     if forbidden is not None:
@@ -87,7 +87,7 @@ def _solve(
 
 
 @torch.no_grad()
-def refine(outside: Tensor, rows: Tensor, kept: Tensor, flips: int = 80) -> tuple[Tensor, Tensor]:
+def refine_masks(outside: Tensor, rows: Tensor, kept: Tensor, flips: int = 80) -> tuple[Tensor, Tensor]:
     """Correct a nearly right mask coordinate by coordinate until the masked row lies in the span.
 
     The masked row's part outside the span is linear in the mask, so what flipping one coordinate does to its squared
@@ -121,7 +121,7 @@ def refine(outside: Tensor, rows: Tensor, kept: Tensor, flips: int = 80) -> tupl
     return kept, left.norm(dim=1) / masked.norm(dim=1).clamp_min(1e-300)
 
 
-def another(row: Tensor, known: Tensor, tries: int, rng: torch.Generator) -> Tensor:
+def coordinates_to_forbid(row: Tensor, known: Tensor, tries: int, rng: torch.Generator) -> Tensor:
     """Return [tries, d] bool, one coordinate a try at which a copy not known yet may be zero and no known one is.
 
     Copies of one (token, position) have masks of their own. With a coordinate forbidden that every known copy keeps,
