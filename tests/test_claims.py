@@ -13,7 +13,7 @@ import pytest
 from scipy.stats import norm
 from typer.testing import CliRunner
 
-from gradaudit.accounting.check import Finding, check
+from gradaudit.accounting.check import ClaimCheck, check
 from gradaudit.accounting.claim import MODELS, load_claims, parse_claims
 from gradaudit.accounting.epsilon import EXACT, gaussian_epsilon, sampled_epsilons
 from gradaudit.cli import app
@@ -30,11 +30,11 @@ SGD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def found(**values: Any) -> Finding:
+def found(**values: Any) -> ClaimCheck:
     return check(parse_claims([values])[0])
 
 
-def epsilon(finding: Finding, unit: str, all_rounds: bool = False) -> float:
+def epsilon(finding: ClaimCheck, unit: str, all_rounds: bool = False) -> float:
     (line,) = (line for line in finding.supported if line.unit == unit)
     return line.all_rounds if all_rounds else line.one_round
 

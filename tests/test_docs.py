@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 import tiny_models
 from gradaudit import registry
 from gradaudit.accounting.claim import parse_claims
-from gradaudit.bundles.bundle import Manifest, load_bundle
+from gradaudit.bundles.bundle import BundleManifest, load_bundle
 from gradaudit.bundles.examine import Examination
 from gradaudit.bundles.model import ModelEntry
 from gradaudit.case import Case, parse_case
@@ -312,7 +312,7 @@ def test_the_files_of_a_run_are_described():
 
 def test_the_manifest_is_described_key_by_key():
     described = first_column(section(page("docs/bundles.md"), "The manifest"))
-    keys = [k for k in Manifest.model_fields if k != "model"]
+    keys = [k for k in BundleManifest.model_fields if k != "model"]
     assert sorted(described) == sorted([*keys, *(f"model.{k}" for k in ModelEntry.model_fields)])
 
 

@@ -15,7 +15,7 @@ from gradaudit.record import Interval, Record, SentenceMarks, Summary
 from gradaudit.report.frontier_page import frontier_svg, write_frontiers
 from gradaudit.scores import SCORES
 from gradaudit.sweeps.frontier import frontiers
-from gradaudit.sweeps.sweep import Point, Result
+from gradaudit.sweeps.sweep import Result, SweepPoint
 from gradaudit.sweeps.utility import Utility
 
 TEXT_SCORES = SCORES["text"].names
@@ -53,7 +53,7 @@ def result(
         baseline={"rougeL": 10.0, "exact": 0.0}, batch_size=size, seconds=1.0, unsupported=unsupported,
         error="broken" if failed else None, sentences=sentences,
     )  # fmt: skip
-    return Result(Point({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
+    return Result(SweepPoint({"defense": words, "attack": attack}, case), summary, (record,), utility=cost)
 
 
 def test_several_attacks_on_one_client_count_by_the_strongest():
@@ -194,7 +194,7 @@ def test_the_drawing_has_every_point_where_it_belongs():
 
 def test_the_page_escapes_what_it_shows_and_says_what_is_recommended(tmp_path: Path):
     shown = result(1e-3, 5, 60)
-    evil = Result(Point({"defense": "<script>x</script>"}, shown.point.case), shown.summary, utility=shown.utility)
+    evil = Result(SweepPoint({"defense": "<script>x</script>"}, shown.point.case), shown.summary, utility=shown.utility)
     found = frontiers([evil, result(None, 90, 70)])
     page = write_frontiers(tmp_path, found, "<b>title")
     text = page.read_text(encoding="utf8")

@@ -25,7 +25,7 @@ from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.sweeps.frontier import frontiers
 from gradaudit.sweeps.measure import MEASURES
-from gradaudit.sweeps.sweep import Point, Result
+from gradaudit.sweeps.sweep import Result, SweepPoint
 from gradaudit.sweeps.utility import Utility, UtilityTable, utility
 from gradaudit.types import ImageBatch, LocalTraining
 
@@ -155,7 +155,7 @@ def result(error: float, mcc: float, attack: str = "ig", psnr: float = 10.0, sig
     )  # fmt: skip
     cost = Utility(80.0, 80.0, mcc, mcc - 5.0, mcc + 5.0, 50.0, 100, 50, None, 1e-3, 16, 1.0)
     words = f"gaussian sigma={sigma}" if sigma else "none"
-    return Result(Point({"defense": words}, case), summary, (record,), utility=cost)
+    return Result(SweepPoint({"defense": words}, case), summary, (record,), utility=cost)
 
 
 def test_the_leak_is_the_share_of_the_blind_error_that_is_explained():

@@ -17,7 +17,7 @@ from gradaudit.metrics.rouge import has_bigram, rouge
 from gradaudit.metrics.summary import interval, summarize
 from gradaudit.metrics.text import (
     PUBLISHED,
-    Sentence,
+    ScoredSentence,
     align,
     marks,
     score,
@@ -33,9 +33,9 @@ words = st.sampled_from(["red", "blue", "sea", "Sun", ".", "7"])
 texts = st.lists(words, max_size=7).map(" ".join)
 
 
-def made(text: str) -> Sentence:
+def made(text: str) -> ScoredSentence:
     """Return a sentence whose token ids are its words' and marks' (with case)."""
-    return Sentence(tuple(hash(w) for w in split_words(text)), text, f"[CLS] {text} [SEP]")
+    return ScoredSentence(tuple(hash(w) for w in split_words(text)), text, f"[CLS] {text} [SEP]")
 
 
 def scores_of(originals: list[str], guesses: list[str]) -> dict:
@@ -99,8 +99,10 @@ def test_exact_needs_equal_tokens():
     found = scores_of(["red sea ."], ["Red sea"])
     assert (found["rouge1"], found["rougeL"], found["exact"]) == (100.0, 100.0, 0.0)
     assert scores_of(["red sea"], ["Red sea"])["exact"] == 0.0
-    split = Sentence((1, 2, 3), "red sea", "red sea")
-    assert score(align([split], [Sentence((4, 3), "red sea", "red sea")]))["exact"] == 0.0, "other tokens, one text"
+    split = ScoredSentence((1, 2, 3), "red sea", "red sea")
+    assert score(align([split], [ScoredSentence((4, 3), "red sea", "red sea")]))["exact"] == 0.0, (
+        "other tokens, one text"
+    )
     among = align([made("red sea .")], [made("Red sea"), made("red sea ."), made("red sea 7")])
     assert among[0].guess == made("red sea ."), "among equals for ROUGE, the equal tokens win"
 

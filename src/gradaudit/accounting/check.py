@@ -50,7 +50,7 @@ class Supported:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimCheck:
     """What the check says of one claim.
 
     Args:
@@ -122,7 +122,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value < 1e6 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
 
 
-def check(claim: Claim) -> Finding:
+def check(claim: Claim) -> ClaimCheck:
     """Return the epsilon that a claim's mechanism supports, and why there is none where there is none.
 
     What attacks recover has no part in it: a mechanism without a guarantee may still stop today's attacks, and an
@@ -157,11 +157,11 @@ def check(claim: Claim) -> Finding:
             f"delta {claim.delta:g} is not below one in {claim.examples:,} examples: publishing one of them whole is "
             "within it"
         )
-    finding = Finding(claim, supported, tuple(void), tuple(remarks))
+    finding = ClaimCheck(claim, supported, tuple(void), tuple(remarks))
     if finding.verdict == "supported" and finding.holds > LITTLE:
         value = number(finding.holds)
         more = f"epsilon {value} lets an attacker's odds change by a factor of e^{value}: it promises little"
-        return Finding(claim, supported, (), (*remarks, more))
+        return ClaimCheck(claim, supported, (), (*remarks, more))
     return finding
 
 

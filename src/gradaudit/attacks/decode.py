@@ -39,10 +39,10 @@ _FULL = "not identifiable: the row space is full (as many tokens as the width, o
 class Decode(Attack):
     """Read a batch back from the row spaces of its attention gradients, and prove each sentence without the truth.
 
-    With dropout on, every row of block 0 is a known row with some coordinates set to zero: linear programs decode tokens, masks and copies,
-    and the attention gradients say which tokens belong together (BERT, RoBERTa, MPNet, GPT-2). With dropout off, an
-    encoder's words are placed by what each brought and each position received, linked, mended in the span of block 1,
-    and taken out of the gradient one sentence after the other; a decoder's prefixes grow as in DAGER. Labels,
+    With dropout on, every row of block 0 is a known one with coordinates set to zero: linear programs decode tokens,
+    masks and copies, and the attention gradients say which tokens belong together (BERT, RoBERTa, MPNet, GPT-2). With
+    dropout off, an encoder's words are placed by what each brought and each position received, linked, mended in the
+    span of block 1, and taken out of the gradient one after the other; a decoder's prefixes grow as in DAGER. Labels,
     lengths and the dropout rate need not be known.
 
     Raises:

@@ -12,7 +12,7 @@ from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.manifest import Target
-from gradaudit.learned.public import Public, Simulation
+from gradaudit.learned.public import Public, TextSimulation
 from gradaudit.learned.text.fit import fit_inverter
 from gradaudit.learned.text.inverter import load_inverter, save_inverter
 from gradaudit.learned.text.plan import Plan
@@ -62,7 +62,13 @@ class Lti(Plan, Attack):
         return public * (self.epochs if self.pseudo else 1)
 
     def fit(
-        self, simulate: Simulation, public: Public, target: Target, model: TextModel, folder: Path, rng: torch.Generator
+        self,
+        simulate: TextSimulation,
+        public: Public,
+        target: Target,
+        model: TextModel,
+        folder: Path,
+        rng: torch.Generator,
     ) -> Attack:
         return self.fitted_in(save_inverter(folder, fit_inverter(simulate, public, target, model, self, folder, rng)))
 

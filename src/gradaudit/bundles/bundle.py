@@ -38,7 +38,7 @@ MOST_EXAMPLES = 4096
 """Of a batch that a manifest may name: attacks make room for each before they look at the update."""
 
 
-class Manifest(BaseModel):
+class BundleManifest(BaseModel):
     """`manifest.json`: what the tensors are, how they were made, and what an attacker is given beside them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,7 +53,7 @@ class Manifest(BaseModel):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Remark:
     """One thing that preflight noticed: an "error" stops the attack, a "warning" is printed."""
 
     level: Literal["error", "warning"]
@@ -64,10 +64,10 @@ class Finding:
 class Bundle:
     """A checked bundle: its manifest, model and tensors."""
 
-    manifest: Manifest
+    manifest: BundleManifest
     model: TransformersModel | ImageModel
     tensors: dict[str, Tensor]
-    findings: tuple[Finding, ...]
+    findings: tuple[Remark, ...]
 
     def observation(self, selection: Selection) -> Observation[Model]:
         """Return what an attack may see of it."""
@@ -119,7 +119,7 @@ def save_bundle(
             (folder / name).touch(mode=0o600)
             (folder / name).chmod(0o600)
         save_file(tensors, folder / TENSORS)
-        manifest = Manifest(
+        manifest = BundleManifest(
             program=gradaudit.__version__,
             made=datetime.now(UTC).isoformat(timespec="seconds"),
             model=ModelEntry(
@@ -183,12 +183,12 @@ def load_bundle(
     findings = preflight(loaded, tensors)
     if blocks is not None:
         text = f"only {blocks} blocks of the model were loaded: its weights were not checked against the bundle's"
-        findings.append(Finding("warning", text))
+        findings.append(Remark("warning", text))
     _refuse(folder, findings)
     return Bundle(manifest, loaded, tensors, tuple(findings))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> BundleManifest:
     """Return the manifest of a bundle folder.
 
     Raises:
@@ -199,10 +199,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         raise BadInputError(f"{folder} is not an update bundle: it has no {MANIFEST} (see gradaudit.capture)")
-    return files.read_manifest(path, Manifest, "a manifest")
+    return files.read_manifest(path, BundleManifest, "a manifest")
 
 
-def fit(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+def fit(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[Remark]:
     """Return what does not fit between an update's tensors and a model, by names and shapes alone.
 
     Args:
@@ -210,13 +210,13 @@ def fit(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
         shapes: of the update's tensors by name.
     """
     if not shapes:
-        return [Finding("error", "the update holds no tensors")]
+        return [Remark("error", "the update holds no tensors")]
     parameters = {name: tuple(p.shape) for name, p in model.parameters().items()}
     findings = _misfits(parameters, shapes)
     missing = sorted(set(parameters) - set(shapes))
     if missing:
         findings.append(
-            Finding(
+            Remark(
                 "warning",
                 f"{len(missing)} of {len(parameters)} parameters are not in the update (frozen or not shared), "
                 f"the first is '{missing[0]}'",
@@ -225,19 +225,19 @@ def fit(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
     return findings
 
 
-def _misfits(parameters: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> list[Finding]:
+def _misfits(parameters: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> list[Remark]:
     findings = []
     extra = sorted(set(shapes) - set(parameters))
     if extra:
-        findings.append(Finding("error", f"{len(extra)} tensors are not of this model, the first is '{extra[0]}'"))
+        findings.append(Remark("error", f"{len(extra)} tensors are not of this model, the first is '{extra[0]}'"))
     for name, shape in shapes.items():
         if name in parameters and parameters[name] != tuple(shape):
             told = f"'{name}' has shape {list(shape)}, the model's is {list(parameters[name])}"
-            findings.append(Finding("error", told))
+            findings.append(Remark("error", told))
     return findings
 
 
-def preflight(model: Model, tensors: Mapping[str, Tensor]) -> list[Finding]:
+def preflight(model: Model, tensors: Mapping[str, Tensor]) -> list[Remark]:
     """Return everything about an update that does not fit its model or cannot be attacked.
 
     Args:
@@ -247,18 +247,18 @@ def preflight(model: Model, tensors: Mapping[str, Tensor]) -> list[Finding]:
     findings = fit(model, {name: tuple(t.shape) for name, t in tensors.items()})
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            findings.append(Finding("error", f"'{name}' has dtype {tensor.dtype}; an update is made of floats"))
+            findings.append(Remark("error", f"'{name}' has dtype {tensor.dtype}; an update is made of floats"))
         elif not bool(torch.isfinite(tensor).all()):
-            findings.append(Finding("error", f"'{name}' holds NaN or infinite values"))
+            findings.append(Remark("error", f"'{name}' holds NaN or infinite values"))
     if tensors and not any(f.level == "error" for f in findings):
         norm = sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors.values()) ** 0.5
         if norm == 0:
-            findings.append(Finding("error", "the update is all zero; there is nothing in it to attack"))
+            findings.append(Remark("error", "the update is all zero; there is nothing in it to attack"))
         elif not 1e-9 < norm < 1e6:
-            findings.append(Finding("warning", f"the update's norm is {norm:.1e}; is its scale right?"))
+            findings.append(Remark("warning", f"the update's norm is {norm:.1e}; is its scale right?"))
         quiet = [name for name, t in tensors.items() if not bool(t.any())]
         if quiet and norm > 0:
-            findings.append(Finding("warning", f"{len(quiet)} tensors are all zero, the first is '{quiet[0]}'"))
+            findings.append(Remark("warning", f"{len(quiet)} tensors are all zero, the first is '{quiet[0]}'"))
     return findings
 
 
@@ -329,7 +329,7 @@ def _problem(known: Knowledge) -> str:
     return ""
 
 
-def _refuse(folder: Path, findings: list[Finding]) -> None:
+def _refuse(folder: Path, findings: list[Remark]) -> None:
     """Raise the first error among findings, where there is one."""
     errors = [finding.text for finding in findings if finding.level == "error"]
     if errors:

@@ -17,7 +17,7 @@ from gradaudit.errors import AuditError
 
 
 @dataclass(frozen=True)
-class Sentence:
+class RecoveredSentence:
     """One sentence of the client.
 
     Args:
@@ -42,7 +42,7 @@ class Rounds:
     """
 
     rounds: tuple[Examination | AuditError, ...]
-    sentences: tuple[Sentence, ...]
+    sentences: tuple[RecoveredSentence, ...]
     interrupted: bool = False
 
     @property
@@ -112,14 +112,14 @@ def _again(folders: Sequence[Path], rounds: list[Examination | AuditError], one:
                 rounds[at] = again
 
 
-def joined(rounds: Sequence[Examination | AuditError]) -> tuple[Sentence, ...]:
+def joined(rounds: Sequence[Examination | AuditError]) -> tuple[RecoveredSentence, ...]:
     """Return the sentences of all rounds, each once, those of most rounds first."""
     found: dict[tuple[tuple[int, ...], str], list[int]] = {}  # rounds of other tokenizers read other text from ids
     for number, one in enumerate(rounds, 1):
         if isinstance(one, Examination):
             for sentence in dict.fromkeys(zip(one.ids, one.texts, strict=True)):
                 found.setdefault(sentence, []).append(number)
-    every = [Sentence(ids, text, tuple(numbers)) for (ids, text), numbers in found.items()]
+    every = [RecoveredSentence(ids, text, tuple(numbers)) for (ids, text), numbers in found.items()]
     return tuple(sorted(every, key=lambda s: (-len(s.rounds), s.rounds)))
 
 

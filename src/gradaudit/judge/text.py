@@ -129,14 +129,14 @@ class TextJudge(Judge[Batch]):
         }
 
 
-def sentence(model: TransformersModel, ids: Sequence[int]) -> metrics.Sentence:
+def sentence(model: TransformersModel, ids: Sequence[int]) -> metrics.ScoredSentence:
     """Return a sentence ready for comparison: special tokens stripped, and the text that keeps them."""
     content = tuple(model.content(list(ids)))
-    return metrics.Sentence(content, model.decode(content), str(model.tokenizer.decode(list(ids))))
+    return metrics.ScoredSentence(content, model.decode(content), str(model.tokenizer.decode(list(ids))))
 
 
 def _certificates(
-    pairs: Sequence[metrics.Pair], guesses: Sequence[metrics.Sentence], found: Reconstruction
+    pairs: Sequence[metrics.AlignedPair], guesses: Sequence[metrics.ScoredSentence], found: Reconstruction
 ) -> list[str | None]:
     if found.certificates is None:
         return [None] * len(pairs)

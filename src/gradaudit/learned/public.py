@@ -86,7 +86,7 @@ class Part:
     noise: Tensor | None = None
 
 
-class Simulation(Protocol):
+class TextSimulation(Protocol):
     """Replays the client, its defenses included, on public text."""
 
     @property

@@ -16,7 +16,7 @@ Scores = dict[str, float | None]
 
 
 @dataclass(frozen=True)
-class Sentence:
+class ScoredSentence:
     """One sentence as both sides of a comparison need it.
 
     Args:
@@ -31,15 +31,15 @@ class Sentence:
 
 
 @dataclass(frozen=True)
-class Pair:
+class AlignedPair:
     """An original with its guess (None: nothing was recovered for it) and ROUGE, 0 to 100."""
 
-    original: Sentence
-    guess: Sentence | None
+    original: ScoredSentence
+    guess: ScoredSentence | None
     rouge: dict[str, float]
 
 
-def align(originals: Sequence[Sentence], guesses: Sequence[Sentence]) -> list[Pair]:
+def align(originals: Sequence[ScoredSentence], guesses: Sequence[ScoredSentence]) -> list[AlignedPair]:
     """Return one pair an original: one to one, Hungarian on ROUGE-L; equal token ids are preferred among ties."""
     table = [[rouge(o.text, g.text) for g in guesses] for o in originals]
     # ROUGE does not see punctuation or case: among equals, the guess with equal tokens must win
@@ -49,7 +49,7 @@ def align(originals: Sequence[Sentence], guesses: Sequence[Sentence]) -> list[Pa
     ]
     zero = dict.fromkeys(KINDS, 0.0)
     return [
-        Pair(o, None, zero) if at is None else Pair(o, guesses[at], table[row][at])
+        AlignedPair(o, None, zero) if at is None else AlignedPair(o, guesses[at], table[row][at])
         for row, (o, at) in enumerate(zip(originals, assign(similarity), strict=True))
     ]
 
@@ -62,7 +62,7 @@ def token_accuracy(original: Sequence[int], guess: Sequence[int]) -> float:
     return 100.0 * sum(a == b for a, b in zip(original, guess, strict=False)) / longest
 
 
-def score(pairs: Sequence[Pair]) -> Scores:
+def score(pairs: Sequence[AlignedPair]) -> Scores:
     """Return a batch's scores (0 to 100), each the mean over its originals; missing guesses count 0.
 
     ROUGE-2 is the mean over originals of two words and more, None when there are none.
@@ -78,13 +78,13 @@ def score(pairs: Sequence[Pair]) -> Scores:
     }
 
 
-def _with_replacement(originals: Sequence[Sentence], guesses: Sequence[Sentence]) -> Scores:
+def _with_replacement(originals: Sequence[ScoredSentence], guesses: Sequence[ScoredSentence]) -> Scores:
     """Each original takes its best guess for each score, with replacement (Grab; DAGER on decoders)."""
     table = [[rouge(o.text, g.text) for g in guesses] for o in originals]
     return {k: sum(max((c[k] for c in row), default=0.0) for row in table) / len(originals) for k in KINDS}
 
 
-def _special_kept(originals: Sequence[Sentence], guesses: Sequence[Sentence]) -> Scores:
+def _special_kept(originals: Sequence[ScoredSentence], guesses: Sequence[ScoredSentence]) -> Scores:
     """Special tokens kept, Hungarian on ROUGE-1 (LAMP, partial gradients)."""
     table = [[rouge(o.with_special, g.with_special) for g in guesses] for o in originals]
     pairing = assign([[cell["rouge1"] for cell in row] for row in table])
@@ -92,7 +92,7 @@ def _special_kept(originals: Sequence[Sentence], guesses: Sequence[Sentence]) ->
     return {k: sum(cell[k] for cell in picked if cell) / len(originals) for k in KINDS}
 
 
-PUBLISHED: dict[str, Callable[[Sequence[Sentence], Sequence[Sentence]], Scores]] = {
+PUBLISHED: dict[str, Callable[[Sequence[ScoredSentence], Sequence[ScoredSentence]], Scores]] = {
     "max-with-replacement": _with_replacement,
     "special-tokens-kept": _special_kept,
 }

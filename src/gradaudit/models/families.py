@@ -111,7 +111,7 @@ def _hidden(out: Any) -> Tensor:
     return first
 
 
-class _Encoder(Family):
+class _EncoderFamily(Family):
     """What BERT, RoBERTa and MPNet share: post-norm blocks and an embedding module that takes position ids."""
 
     causal = False
@@ -170,7 +170,7 @@ class _Encoder(Family):
         return _hidden(self.blocks[layer](hidden, mask))
 
 
-class Bert(_Encoder):
+class Bert(_EncoderFamily):
     """BERT: absolute positions, dropout after the embedding LayerNorm, tanh pooler on [CLS]."""
 
     base = "bert"
@@ -183,18 +183,18 @@ class Bert(_Encoder):
         return logits
 
 
-class Roberta(_Encoder):
+class Roberta(_EncoderFamily):
     """RoBERTa: BERT's blocks, positions that start after the padding id, a two-layer head."""
 
     base = "roberta"
 
 
-class MPNet(_Encoder):
+class MPNet(_EncoderFamily):
     """MPNet: absolute positions and a relative attention bias shared by all blocks."""
 
     base = "mpnet"
     first_alone = ("intermediate", "output")
-    roles = _Encoder.roles | {role: f"attention.attn.{role}" for role in "qkvo"}
+    roles = _EncoderFamily.roles | {role: f"attention.attn.{role}" for role in "qkvo"}
 
     def run_block(
         self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
@@ -229,7 +229,7 @@ class MPNet(_Encoder):
             del encoder.compute_position_bias
 
 
-class _Decoder(Family):
+class _DecoderFamily(Family):
     """What GPT-2 and Llama share: blocks that see what came before and normalize what they read."""
 
     causal = True
@@ -242,7 +242,7 @@ class _Decoder(Family):
         return out
 
 
-class GPT2(_Decoder):
+class GPT2(_DecoderFamily):
     """GPT-2: absolute positions, dropout before the LayerNorm; q, k, v are thirds of one [in, 3 out] matrix."""
 
     dropout_before_norm = True
@@ -273,7 +273,7 @@ class GPT2(_Decoder):
         return _hidden(self.blocks[layer](hidden, past, mask))
 
 
-class Llama(_Decoder):
+class Llama(_DecoderFamily):
     """Llama: rotary positions, grouped keys and values, gated feed-forward (gate and up are both "f")."""
 
     absolute_positions = False

@@ -8,11 +8,11 @@ from typing import Any
 
 from gradaudit.kinds import ByKind
 from gradaudit.record import Record
-from gradaudit.report.sections import Row
+from gradaudit.report.sections import ResultRow
 
 Facts = list[tuple[str, str, str]]
 """Name, number, and what to hold it against."""
-Rows = Mapping[str, Sequence[Row]]
+Rows = Mapping[str, Sequence[ResultRow]]
 """Rows of results by setting."""
 
 

@@ -19,7 +19,7 @@ from gradaudit.report import sections
 from gradaudit.report.images import picture_grids
 from gradaudit.report.page import page_of
 from gradaudit.report.spectrum import spectrum_svg
-from gradaudit.report.text import Pair, sentence_pairs
+from gradaudit.report.text import SentencePairs, sentence_pairs
 from gradaudit.report.visible import Veil, clip, environment
 from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS
 from gradaudit.scores import scores_of
@@ -187,8 +187,10 @@ def _date(made: str) -> str:
     return f"{when.day} {when:%B %Y, %H:%M} {when.tzname() or ''}".rstrip()
 
 
-def _first_rows(rows: dict[str, list[sections.Row]], most: int) -> tuple[dict[str, list[sections.Row]], int]:
-    shown: dict[str, list[sections.Row]] = {}
+def _first_rows(
+    rows: dict[str, list[sections.ResultRow]], most: int
+) -> tuple[dict[str, list[sections.ResultRow]], int]:
+    shown: dict[str, list[sections.ResultRow]] = {}
     left_out = 0
     for setting, found in rows.items():
         take = max(0, most - sum(map(len, shown.values())))
@@ -220,7 +222,7 @@ def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections
     return found
 
 
-def _worst(pairs: Sequence[Pair], judged: Verdicts) -> Pair | None:
+def _worst(pairs: Sequence[SentencePairs], judged: Verdicts) -> SentencePairs | None:
     """Return the sentences to unfold: those of the strongest attack in the worst setting."""
     ranked = sorted(judged.settings, key=lambda name: WORST_FIRST.index(judged.settings[name].level))
     return next((pair for name in ranked for pair in pairs if pair.setting == name), None)

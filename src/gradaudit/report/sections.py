@@ -26,7 +26,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One attack in one setting, as the table of results shows it."""
 
     attack: str
@@ -85,10 +85,12 @@ def strength(summary: Summary) -> float:
     return kind.strength(summary.scores[kind.main].mean) if kind.main in summary.scores else 0.0
 
 
-def result_rows(summaries: Sequence[Summary], records: Sequence[Record], order: Sequence[Pair]) -> dict[str, list[Row]]:
+def result_rows(
+    summaries: Sequence[Summary], records: Sequence[Record], order: Sequence[Pair]
+) -> dict[str, list[ResultRow]]:
     """Return the rows of results by setting, in the given order."""
     by_pair = {(s.setting, s.attack): s for s in summaries}
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[ResultRow]] = {}
     for pair in order:
         if pair in by_pair:
             own = [r for r in records if (r.setting, r.attack) == pair]
@@ -96,7 +98,7 @@ def result_rows(summaries: Sequence[Summary], records: Sequence[Record], order: 
     return rows
 
 
-def _row(summary: Summary, own: Sequence[Record]) -> Row:
+def _row(summary: Summary, own: Sequence[Record]) -> ResultRow:
     is_blind = summary.attack == BLIND
     kind = scores_of(summary.scores)
     cells: dict[str, Cell] = {}
@@ -106,7 +108,7 @@ def _row(summary: Summary, own: Sequence[Record]) -> Row:
         cells[score.name] = Cell(summary.scores.get(score.name), blind.mean if blind else None, digits)
     spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
     loads = [r.load for r in own if r.load is not None]
-    return Row(
+    return ResultRow(
         attack=summary.attack,
         is_blind=is_blind,
         cells=tuple(cells.values()),

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from gradaudit.accounting.check import Finding
+from gradaudit.accounting.check import ClaimCheck
 from gradaudit.accounting.check import number as shortened
 from gradaudit.bundles.examine import Examination
 from gradaudit.bundles.rounds import Rounds
@@ -236,7 +236,7 @@ _VERDICTS = {"void": "red", "not supported": "red", "supported": "green", "nothi
 _UNITS = {"client": "all that a client holds", "example": "one example"}
 
 
-def print_findings(findings: Sequence[Finding], out: Console) -> None:
+def print_findings(findings: Sequence[ClaimCheck], out: Console) -> None:
     """Print what each claim's mechanism supports: a line for each unit of privacy, the verdict, what to know."""
     for found in findings:
         claim = found.claim
@@ -252,7 +252,7 @@ def print_findings(findings: Sequence[Finding], out: Console) -> None:
     out.print("[dim]This is what a mechanism promises in theory; 'gradaudit run' measures what attacks recover.[/dim]")
 
 
-def _supported(found: Finding) -> Table:
+def _supported(found: ClaimCheck) -> Table:
     claim = found.claim
     differ = "replaced by another's" if claim.neighbors == "replace" else "added or removed"
     by = [f"{name} {shortened(e)}" for line in found.supported for name, e in line.accountants.items() if e is not None]

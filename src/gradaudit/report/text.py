@@ -15,7 +15,7 @@ from gradaudit.verdict.level import BLIND
 from gradaudit.verdict.text import sentence_count
 
 
-def _facts(rows: Rows, records: Sequence[Record], shown: Sequence[Pair]) -> Facts:
+def _facts(rows: Rows, records: Sequence[Record], shown: Sequence[SentencePairs]) -> Facts:
     """Return the few numbers a reader should see first: name, number, and what to hold it against."""
     attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
     facts: list[tuple[str, str, str]] = []
@@ -71,7 +71,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Sentence:
+class SentenceRow:
     """One original sentence and what was recovered of it; `recovered` is None where nothing was."""
 
     batch: int
@@ -84,12 +84,12 @@ class Sentence:
 
 
 @dataclass(frozen=True)
-class Pair:
+class SentencePairs:
     """The sentences of one attack in one setting: those shown, and how many there are in all."""
 
     setting: str
     attack: str
-    shown: tuple[Sentence, ...]
+    shown: tuple[SentenceRow, ...]
     total: int
     exact: int
 
@@ -101,7 +101,7 @@ def sentence_pairs(
     order: Sequence[tuple[str, str]],
     most: int,
     budget: int,
-) -> list[Pair]:
+) -> list[SentencePairs]:
     """Return the sentences to show for each (setting, attack), the first of each.
 
     Args:
@@ -120,7 +120,7 @@ def sentence_pairs(
     ordered = [pair for pair in order if found.get(pair)]
     takes = _takes([[_words(record, i) for record, i in found[pair]] for pair in ordered], most, budget)
     return [
-        Pair(
+        SentencePairs(
             setting=pair[0],
             attack=pair[1],
             shown=tuple(sentence_of(r, i, private.get(_key(r)), show_text) for r, i in found[pair][:take]),
@@ -151,7 +151,7 @@ def _words(record: Record, index: int) -> int:
     return 8 + min(_WORDS_A_SENTENCE, len(marks.original)) + min(_WORDS_A_SENTENCE, len(marks.recovered))
 
 
-def sentence_of(record: Record, index: int, private: Texts | None, show_text: bool) -> Sentence:
+def sentence_of(record: Record, index: int, private: Texts | None, show_text: bool) -> SentenceRow:
     """Return one sentence of a record beside what was recovered of it.
 
     Args:
@@ -165,7 +165,7 @@ def sentence_of(record: Record, index: int, private: Texts | None, show_text: bo
     recovered = _at(private.recovered_words, index) if private else ()
     ours = _line(original, marks.original if marks else (), show_text)
     theirs = _line(recovered, marks.recovered if marks else (), show_text)
-    return Sentence(
+    return SentenceRow(
         batch=record.batch,
         number=index + 1,
         original=ours,
@@ -201,7 +201,7 @@ def _key(item: Record | Texts) -> tuple[str, str, int, str]:
     return item.case, item.setting, item.batch, item.attack
 
 
-def _read_best(record: Record, number: int, private: Texts | None, show: bool) -> Sentence:
+def _read_best(record: Record, number: int, private: Texts | None, show: bool) -> SentenceRow:
     return sentence_of(record, number, private, show)  # the private texts may be gone: marks alone are shown then
 
 

@@ -45,7 +45,7 @@ COSTS = ("accuracy", "f1", "mcc", "mcc_low", "mcc_high", "epsilon", "delta")
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One point of a sweep.
 
     Args:
@@ -71,7 +71,7 @@ class Sweep:
         utility: how the cost of the client's defenses is measured; None: it is not.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
     utility: UtilityTable | None = None
 
 
@@ -89,7 +89,7 @@ class Result:
         refused: the attack does not support the case, and said so before any batch.
     """
 
-    point: Point
+    point: SweepPoint
     summary: Summary | None
     records: tuple[Record, ...] = ()
     error: str | None = None
@@ -135,7 +135,7 @@ def load_sweep(path: Path, settings: Sequence[str] = ()) -> Sweep:
     if count > MOST:
         raise BadInputError(f"{path} has {count} points; at most {MOST} are run")
     points = [_point(data, axes, combination) for combination in itertools.product(*axes.values())]
-    seen: dict[str, Point] = {}
+    seen: dict[str, SweepPoint] = {}
     for point in points:
         same = seen.setdefault(point.case.content_hash(), point)
         if same is not point:
@@ -163,7 +163,7 @@ def _axes(table: Any, before: str = "") -> Iterator[tuple[str, list[Any]]]:
             raise BadInputError(f"axis '{before}{key}' needs a list of values, got {value!r}")
 
 
-def _point(data: Mapping[str, Any], axes: Mapping[str, list[Any]], values: Sequence[Any]) -> Point:
+def _point(data: Mapping[str, Any], axes: Mapping[str, list[Any]], values: Sequence[Any]) -> SweepPoint:
     made = copy.deepcopy(dict(data))
     for key, value in zip(axes, values, strict=True):
         *path, last = key.split(".")
@@ -177,7 +177,7 @@ def _point(data: Mapping[str, Any], axes: Mapping[str, list[Any]], values: Seque
         table[last] = value
     said = {key: _words(value) for key, value in zip(axes, values, strict=True)}
     try:
-        return Point(said, parse_case(made))
+        return SweepPoint(said, parse_case(made))
     except BadInputError as error:
         raise BadInputError(f"at {', '.join(f'{k} {v}' for k, v in said.items())}: {error}") from None
 
@@ -242,7 +242,7 @@ _HELD = _Held()
 
 def _shared(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int) -> Iterator[tuple[int, Result]]:
     """Run points in processes of their own; those of one client in the same, so that its utility is found once."""
-    groups: dict[str, list[tuple[int, Point]]] = {}
+    groups: dict[str, list[tuple[int, SweepPoint]]] = {}
     for number, point in enumerate(sweep.points):
         client = {
             k: v for k, v in point.case.resolved().items() if k not in ("attack", "knowledge", "selection", "name")
@@ -286,13 +286,15 @@ def _ready(parent: int, threads: int, stop: Event) -> None:
 
 
 def _run_some(
-    points: Sequence[Point], cost: UtilityTable | None, base: Path, out: Path, device: torch.device, compiled: bool
+    points: Sequence[SweepPoint], cost: UtilityTable | None, base: Path, out: Path, device: torch.device, compiled: bool
 ) -> list[Result]:
     with compiling(compiled):
         return [_run(point, cost, base, out, device, _HELD) for point in points]
 
 
-def _run(point: Point, cost: UtilityTable | None, base: Path, out: Path, device: torch.device, held: _Held) -> Result:
+def _run(
+    point: SweepPoint, cost: UtilityTable | None, base: Path, out: Path, device: torch.device, held: _Held
+) -> Result:
     records: list[Record] = []
     case = point.case
     try:

@@ -36,7 +36,7 @@ _CACHE = 2 << 30
 _AT_ONCE = 256
 
 
-class Simulation(Protocol):
+class ImageSimulation(Protocol):
     """Replays the client, its defenses included, on public images."""
 
     @property
@@ -75,7 +75,7 @@ class ImagePlan:
 
 
 def fit_image_inverter(
-    simulate: Simulation,
+    simulate: ImageSimulation,
     public: PublicImages,
     target: Target,
     model: Model,
@@ -219,7 +219,7 @@ class _Updates:
 
     def __init__(
         self,
-        simulate: Simulation,
+        simulate: ImageSimulation,
         public: PublicImages,
         rows: Tensor,
         size: int,

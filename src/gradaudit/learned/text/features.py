@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.learned.public import Public, Simulation
+from gradaudit.learned.public import Public, TextSimulation
 from gradaudit.learned.text.hashing import Hash
 from gradaudit.progress import step
 from gradaudit.streams import draw_seed, stream
@@ -30,7 +30,7 @@ class Hashed:
     deviations: Tensor | None
 
 
-def hashed(simulation: Simulation, hash_: Hash, texts: Public, size: int, rng: torch.Generator) -> Hashed:
+def hashed(simulation: TextSimulation, hash_: Hash, texts: Public, size: int, rng: torch.Generator) -> Hashed:
     """Return the hashed updates of texts, `size` of them an update, in their order.
 
     Args:
@@ -68,7 +68,7 @@ def noised(found: Hashed, hash_: Hash, rng: torch.Generator) -> Tensor:
     return found.values + spread * torch.randn(found.values.shape, generator=rng).to(found.values.device)
 
 
-class Examples:
+class SimulatedUpdates:
     """Public updates as inputs, from memory where they stay the same, simulated anew where they do not.
 
     Args:
@@ -81,7 +81,7 @@ class Examples:
     """
 
     def __init__(
-        self, simulation: Simulation, hash_: Hash, texts: Public, size: int, rng: torch.Generator, what: str
+        self, simulation: TextSimulation, hash_: Hash, texts: Public, size: int, rng: torch.Generator, what: str
     ) -> None:
         self.simulation, self.hash, self.texts, self.size = simulation, hash_, texts, size
         self._seed = draw_seed(rng)

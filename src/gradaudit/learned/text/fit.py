@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.learned.manifest import Target
-from gradaudit.learned.public import Public, Simulation
-from gradaudit.learned.text.features import Examples
+from gradaudit.learned.public import Public, TextSimulation
+from gradaudit.learned.text.features import SimulatedUpdates
 from gradaudit.learned.text.inverter import Inverter
 from gradaudit.learned.text.layered_fit import fit_by_layers
 from gradaudit.learned.text.network_fit import fit_network
@@ -24,7 +24,7 @@ from gradaudit.streams import draw_seed, stream
 
 
 def fit_inverter(
-    simulation: Simulation,
+    simulation: TextSimulation,
     public: Public,
     target: Target,
     model: TextModel,
@@ -58,7 +58,7 @@ def _with_pairs(found: Inverter, lesson: Lesson) -> Inverter:
     about = found.manifest
     size = about.target.batch_size
     pairs = count_pairs(classes_of(lesson.shown, about.vocabulary, size), about.classes)
-    examples = Examples(
+    examples = SimulatedUpdates(
         lesson.simulation, about.hash(), lesson.held_out, size, stream(lesson.seed, "pairs"), "lti: weighing word pairs"
     )
 

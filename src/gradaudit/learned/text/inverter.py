@@ -39,7 +39,7 @@ _LARGEST_OUTPUT = 16 << 30
 """Bytes of what a network says of all words at all positions: it is not in the file, which is checked."""
 
 
-class Manifest(Plain):
+class InverterManifest(Plain):
     """`manifest.json` of an inverter.
 
     Args:
@@ -106,7 +106,7 @@ class Inverter:
         pairs: of words, that what is read is weighed by.
     """
 
-    manifest: Manifest
+    manifest: InverterManifest
     network: Network | LayeredNetwork
     scaling: Scaling
     pairs: WordPairs | None = None
@@ -161,7 +161,7 @@ def load_inverter(folder: Path) -> Inverter:
     Raises:
         BadInputError: not an inverter, truncated, or tensors that are not those of the manifest.
     """
-    manifest = read_manifest_of(folder, Manifest)
+    manifest = read_manifest_of(folder, InverterManifest)
     if manifest.classes != manifest.vocabulary + manifest.ends:
         raise BadInputError(f"{folder / MANIFEST} names {manifest.classes} classes for {manifest.vocabulary} words")
     if manifest.apart is not None:
@@ -179,7 +179,7 @@ def load_inverter(folder: Path) -> Inverter:
 
 def new_manifest(
     lesson: Lesson, hash_: Hash, shape: NetworkShape | LayeredShape, trained: Trained, **more: Any
-) -> Manifest:
+) -> InverterManifest:
     """Return the manifest of what came of a lesson.
 
     Args:
@@ -209,4 +209,4 @@ def new_manifest(
         "steps": trained.steps,
         "accuracy": trained.score,
     }
-    return Manifest(**about | more)
+    return InverterManifest(**about | more)

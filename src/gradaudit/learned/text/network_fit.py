@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradaudit.learned.public import Public, drawn_like
 from gradaudit.learned.scaling import Scaling, scaling_of
-from gradaudit.learned.text.features import Examples, hashed, noised, sizes_of
+from gradaudit.learned.text.features import SimulatedUpdates, hashed, noised, sizes_of
 from gradaudit.learned.text.hashing import Hash
 from gradaudit.learned.text.inverter import Inverter, new_manifest
 from gradaudit.learned.text.network import Network, NetworkShape, hits, loss_of
@@ -35,7 +35,9 @@ def fit_network(lesson: Lesson) -> Inverter:
     size, vocabulary = lesson.target.batch_size, model.vocabulary_size
     kept = len(lesson.shown) // size
     hash_ = Hash(sizes_of(lesson.target.tensors), lesson.bins, lesson.hash_seed, plan.signed)
-    checked = Examples(lesson.simulation, hash_, lesson.held_out, size, stream(seed, "validation"), "lti: validation")
+    checked = SimulatedUpdates(
+        lesson.simulation, hash_, lesson.held_out, size, stream(seed, "validation"), "lti: validation"
+    )
     source = _drawn(lesson, hash_) if plan.pseudo else _shown(lesson, hash_)
     ends = not bool(public.mask.all())
     shape = NetworkShape(hash_.bins, plan.bottleneck, plan.width, size, public.ids.shape[1], vocabulary + ends)
@@ -69,7 +71,7 @@ def fit_network(lesson: Lesson) -> Inverter:
 
 
 @torch.no_grad()
-def accuracy(network: Network, scaling: Scaling, examples: Examples, vocabulary: int) -> float:
+def accuracy(network: Network, scaling: Scaling, examples: SimulatedUpdates, vocabulary: int) -> float:
     """Return the share (0 to 100) of positions read right in examples."""
     right, count = 0.0, len(examples)
     for start in range(0, count, 64):
@@ -84,7 +86,7 @@ def _shown(lesson: Lesson, hash_: Hash) -> _Source:
     """Return what gives batches of the public text, shuffled every epoch."""
     rng = stream(lesson.seed, "shown")
     seed, size = draw_seed(rng), lesson.plan.batch
-    examples = Examples(
+    examples = SimulatedUpdates(
         lesson.simulation, hash_, lesson.shown, lesson.target.batch_size, rng, "lti: simulating updates"
     )
     each = -(-len(examples) // size)
