@@ -18,7 +18,7 @@ from gradaudit.learned.text.fit import fit_inverter
 from gradaudit.learned.text.inverter import load_inverter, save_inverter
 from gradaudit.learned.text.plan import Plan
 from gradaudit.models.base import TextModel
-from gradaudit.registry import describe, hyper, register
+from gradaudit.registry import describe, filled, hyper, register
 from gradaudit.types import Observation, Reconstruction
 
 
@@ -107,26 +107,8 @@ class Lti(Attack):
     def fit(
         self, simulate: Simulation, public: Public, target: Target, model: TextModel, folder: Path, rng: torch.Generator
     ) -> Attack:
-        plan = Plan(
-            layers=self.learner == "layers",
-            references=self.references,
-            bins=max(1, round(self.share * sum(sizes_of(target.tensors).values()))),
-            signed=self.signed,
-            bottleneck=self.bottleneck,
-            width=self.width,
-            epochs=self.epochs,
-            batch=self.batch,
-            learning_rate=self.learning_rate,
-            trial=self.trial,
-            decay=self.decay,
-            squared=self.squared,
-            pseudo=self.pseudo,
-            piece=self.piece,
-            pairs=self.pairs,
-            own_words=self.own_words,
-            validation=self.validation,
-            patience=self.patience,
-        )
+        bins = max(1, round(self.share * sum(sizes_of(target.tensors).values())))
+        plan = filled(Plan, self, layers=self.learner == "layers", bins=bins)
         found = fit_inverter(simulate, public, target, model, plan, describe(self), folder, rng)
         return self.fitted_in(save_inverter(folder, found))
 
