@@ -100,19 +100,22 @@ def candidates(scene: Scene) -> list[str]:
     wrong = ids.clone()
     wrong[free] = torch.tensor(pool)[torch.randint(len(pool), (int(free.sum()),), generator=rng)].to(ids)
     starts = [wrong, *reordered(wrong, permutations(~free, WIDTH - 1, rng))]
-    slots = torch.where(free[0])[0].tolist()[:3]
+    open_slots = torch.zeros_like(free)
+    open_slots[0, torch.where(free[0])[0][:3]] = True
+    few = Layout(ids, mask, ~open_slots)
     lines: list[str] = []
     first, reference = 0.0, 0.0
     for way, how in WAYS.items():
         took, ends = [], []
         for _ in range(1 if way.startswith("(c)") else TIMES):
-            of = Candidates(objective, frame, scene.batch.labels, (masks,), int(how["screen"]), int(how["together"]))
+            slots = frame if how["anew"] else few
+            of = Candidates(objective, slots, scene.batch.labels, (masks,), int(how["screen"]), int(how["together"]))
             search = BeamSearch(of, table, scene.model.special, anew=bool(how["anew"]))
             began = now()
             if how["anew"]:
                 ends.append(search.run(starts, [pool] * size, 1, WIDTH).loss)
             else:
-                ends.append(search.try_slots(wrong, 0, slots, pool, 1)[0].loss)
+                ends.append(search.run([wrong], [pool] * size, 1, 1).loss)
             took.append((now() - began) / of.evaluations)
         each = statistics.median(took)
         first = first or each

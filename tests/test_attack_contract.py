@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gradaudit.attacks.base import Attack, _checksum, needs_of
+from gradaudit.attacks.base import Attack, _checksum
 from gradaudit.client.client import Client
 from gradaudit.errors import AuditError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.priors import frequent_tokens, frequent_words
@@ -78,7 +78,7 @@ def test_an_attack_is_documented_and_its_fields_too(name):
     assert issubclass(cls, Attack)
     assert inspect.getdoc(cls)
     assert len(cls.source) > 10
-    assert set(needs_of(cls)) <= {f.name for f in dataclasses.fields(Knowledge)}
+    assert set(cls.needs) <= {f.name for f in dataclasses.fields(Knowledge)}
     assert set(cls.tasks) <= {"classification", "causal-lm", "image-classification"}
     assert cls.tasks
     for field in dataclasses.fields(cls):

@@ -27,7 +27,7 @@ from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given
 from gradaudit.workspace import keep, kept, kept_in
-from tiny_models import batch_of, doubled, seen_of, sentences
+from tiny_models import batch_of, doubled, made_by, seen_of, sentences, summed
 
 KNOWN = Given(labels=True, lengths=True)
 
@@ -122,7 +122,7 @@ def test_inner_products_of_factors_give_the_distance_of_what_they_make(distance,
     shown = slope.mT @ read + (other if offset else 0)
     observed = Observed(target, added if distance.differs or offset else None, target.square().sum())
     found = rank_of_products([Product(slope, read, observed)], distance)
-    torch.testing.assert_close(found, distance.measure([shown], [target]))
+    torch.testing.assert_close(found, summed(distance, [shown], [target]))
 
 
 class Loop(L2):
@@ -229,13 +229,13 @@ def test_what_is_left_out_of_the_last_block_changes_no_gradient(load):
     """The oracle is autograd through the model as it is, over all of its rows."""
     for family in ("bert", "roberta", "mpnet"):
         model, batch, seen, of = scene(load, family)
-        made = of.objective.predicted(model.word_vectors()[batch.ids][None], batch.mask, batch.labels[None])
+        made = made_by(of.objective, model.word_vectors()[batch.ids], batch.mask, batch.labels)
         loss = model.loss(ids=batch.ids, mask=batch.mask, labels=batch.labels)
         names = [n for n, view in seen.views.items() if n in made and view.name == view.parameter]
         right = torch.autograd.grad(loss, [model.parameters()[n] for n in names])
         assert len(names) > 20
         for name, gradient_of in zip(names, right, strict=True):
-            torch.testing.assert_close(made[name][0].view_as(gradient_of), gradient_of, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(made[name].view_as(gradient_of), gradient_of, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dropout", [False, True])

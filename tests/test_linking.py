@@ -51,11 +51,11 @@ def test_the_sentences_are_found(lengths: list[int]):
 def test_a_sentence_explains_its_own_signals_and_no_sentence_with_one_stranger_does(length: int):
     toward_q, toward_k, q, k, positions, sentence = made([length, length, 6])
     own = torch.tensor([i for i, s in enumerate(sentence) if s == 0])
-    assert float(linking.unexplained(toward_q, toward_k, q, k, own).left.max()) < 1e-6
+    assert float(linking.unexplained(toward_q, toward_k, q, k, own)[0].max()) < 1e-6
     for lost in own.tolist()[:8]:
         stranger = next(i for i, s in enumerate(sentence) if s == 1 and positions[i] == positions[lost])
         mixed = torch.tensor([stranger if i == lost else i for i in own.tolist()])
-        assert float(linking.unexplained(toward_q, toward_k, q, k, mixed).left.max()) > 0.05
+        assert float(linking.unexplained(toward_q, toward_k, q, k, mixed)[0].max()) > 0.05
 
 
 def test_signals_undo_the_gradient():
@@ -78,12 +78,12 @@ def test_both_sides_and_the_row_sums_are_asked():
     for side in (0, 1):
         bent = [toward_q.clone(), toward_k.clone()]
         bent[side][own[3]] = torch.randn(HEADS, SIZE, generator=rng, dtype=torch.double)
-        assert float(linking.unexplained(*bent, q, k, own).left.max()) > 0.05
+        assert float(linking.unexplained(*bent, q, k, own)[0].max()) > 0.05
     # attention that does not sum to zero over a row: no softmax sends it back
     weights = torch.randn(HEADS, len(own), len(own), generator=rng, dtype=torch.double)
     toward_q[own] = torch.einsum("hij,jhd->ihd", weights, k[own])
     toward_k[own] = torch.einsum("hij,ihd->jhd", weights, q[own])
-    assert float(linking.unexplained(toward_q, toward_k, q, k, own).left.max()) > 0.05
+    assert float(linking.unexplained(toward_q, toward_k, q, k, own)[0].max()) > 0.05
 
 
 @pytest.mark.parametrize("missing", [1, 3])
@@ -95,10 +95,10 @@ def test_the_signals_of_missing_rows_are_solved_for(missing: int):
     toward_q = toward_q + torch.einsum("nq,qhd->nhd", part, hidden[0])
     toward_k = toward_k + torch.einsum("nq,qhd->nhd", part, hidden[1])
     own = torch.tensor([i for i, s in enumerate(sentence) if s == 1])
-    assert float(linking.unexplained(toward_q, toward_k, q, k, own).left.max()) > 0.05, "without them nothing is proven"
-    found = linking.unexplained(toward_q, toward_k, q, k, own, (hidden[0], hidden[1]))
-    assert float(found.left.max()) < 1e-6
-    assert torch.allclose(found.foreign, part[own], atol=1e-6)
+    assert float(linking.unexplained(toward_q, toward_k, q, k, own)[0].max()) > 0.05, "without them nothing is proven"
+    left, foreign = linking.unexplained(toward_q, toward_k, q, k, own, (hidden[0], hidden[1]))
+    assert float(left.max()) < 1e-6
+    assert torch.allclose(foreign, part[own], atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [3, 16, 17, 20, 60])

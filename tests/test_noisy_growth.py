@@ -8,7 +8,7 @@ import torch
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.joint import joint, joint_residuals
 from gradaudit.leakage.rowspace.noisy_growth import _chosen, _free, _limit, _lost_its_way
-from gradaudit.leakage.rowspace.prefixes import leaf_values
+from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from tiny_models import DECODERS, batch_of, seen_of, sentences
@@ -60,10 +60,9 @@ def test_the_joint_residual_is_the_geometric_mean_and_odd_ranks_are_left_out(loa
     assert both.words is not None
     assert abs(both.rank - batch.tokens) <= 1
     prefixes, words = torch.tensor([batch.sequences()[0][:2], batch.sequences()[1][:2]]), torch.arange(20)
-    found = joint_residuals(model, both.spans, prefixes, words)
-    each = [
-        leaf_values(model, prefixes, words.expand(2, -1), [((s.layer, s.roles[0]), s.residual)])[0] for s in both.spans
-    ]
+    attended = Attended(model, 2)
+    found = joint_residuals(attended, both.spans, prefixes, words)
+    each = [leaf_values(attended, prefixes, words, [((s.layer, s.roles[0]), s.residual)])[0] for s in both.spans]
     wanted = torch.stack(each).double().clamp_min(1e-7).prod(0) ** (1 / len(each))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
     loud = joint(noisy(seen, torch.Generator().manual_seed(1), 30.0, 0.0))

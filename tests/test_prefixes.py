@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradaudit.leakage.rowspace import prefixes as prefixes_module
-from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for, extension_residuals, leaf_values, prefix_residuals
+from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for, leaf_values, prefix_residuals
 from gradaudit.leakage.rowspace.subspace import Span
 from tiny_models import DECODERS, hidden_states
 
@@ -21,7 +21,7 @@ def test_tree_of_candidates_equals_one_run_for_each(load, family, layer):
     candidates = torch.randint(1, model.vocabulary_size, (270,), generator=rng)  # more than one run's leaves
     for done in (0, 1, 4):
         prefixes = torch.randint(1, model.vocabulary_size, (3, done), generator=rng)
-        found = extension_residuals(model, span, prefixes, candidates)
+        found = leaf_values(Attended(model, layer), prefixes, candidates, [((layer, "q"), span.residual)])[0]
         assert found.shape == (3, 270)
         for row, prefix in enumerate(prefixes):
             ids = torch.cat([prefix.expand(270, -1), candidates[:, None]], 1)
@@ -41,34 +41,34 @@ def test_what_earlier_positions_left_changes_nothing(load, family, start, monkey
     rng = torch.Generator().manual_seed(start)
     measures = [((0, "p"), lambda x: x[..., 3]), ((1, "q"), lambda x: x[..., 1]), ((2, "q"), lambda x: x[..., 2])]
     candidates = torch.randint(1, model.vocabulary_size, (5, 9), generator=rng)
-    attended = Attended(model, blocks_for(key for key, _ in measures), start)
+    blocks = blocks_for(key for key, _ in measures)
+    attended = Attended(model, blocks, start)
     runs = []
     run = model.attended
     monkeypatch.setattr(model, "attended", lambda *given: runs.append(given[1].shape) or run(*given))
     prefixes = torch.randint(1, model.vocabulary_size, (5, 1), generator=rng)
     for parents in ([0, 0, 1, 4, 2], [4, 3, 3, 0, 1], [2, 2, 2, 2, 2]):
         for some in (prefixes[:2], prefixes):
-            found = leaf_values(model, some, candidates[: len(some)], measures, start, attended)
-            anew = leaf_values(model, some, candidates[: len(some)], measures, start)
+            found = leaf_values(attended, some, candidates[: len(some)], measures)
+            anew = leaf_values(Attended(model, blocks, start), some, candidates[: len(some)], measures)
             torch.testing.assert_close(found, anew, rtol=1e-4, atol=1e-5)
         others = torch.randint(1, model.vocabulary_size, (5, 1), generator=rng)
         prefixes = torch.cat([prefixes[parents], others], 1)
     kept = [shape for shape in runs[2:] if shape[1] == 1]
     assert len(kept) >= 4, "later positions are run by their last tokens alone"
     stranger = torch.randint(1, model.vocabulary_size, (2, 3), generator=rng)
-    found = leaf_values(model, stranger, candidates[:2], measures, start, attended)
-    torch.testing.assert_close(
-        found, leaf_values(model, stranger, candidates[:2], measures, start), rtol=1e-4, atol=1e-5
-    )
+    found = leaf_values(attended, stranger, candidates[:2], measures)
+    anew = leaf_values(Attended(model, blocks, start), stranger, candidates[:2], measures)
+    torch.testing.assert_close(found, anew, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_what_enters_block_0_is_measured_at_its_position_though_no_block_runs(load, family):
     model = load(family)
     ids, measures = torch.tensor([[5, 9, 7]]), [((0, "q"), lambda x: x[..., 1])]
-    found = leaf_values(model, ids[:, :2], ids[:, 2:], measures, attended=Attended(model, 1))
+    found = leaf_values(Attended(model, 1), ids[:, :2], ids[:, 2:], measures)
     torch.testing.assert_close(found[0, 0, 0], hidden_states(model, ids, 0)[0, 2, 1])
-    torch.testing.assert_close(leaf_values(model, ids[:, :2], ids[:, 2:], measures), found)
+    torch.testing.assert_close(leaf_values(Attended(model, 0), ids[:, :2], ids[:, 2:], measures), found)
 
 
 def test_too_many_keys_and_values_are_not_kept(load, monkeypatch):
@@ -78,5 +78,6 @@ def test_too_many_keys_and_values_are_not_kept(load, monkeypatch):
     assert attended.of(torch.tensor([[5, 9]])) is None
     measures = [((1, "q"), lambda x: x[..., 1])]
     ids, candidates = torch.tensor([[5, 9], [7, 3]]), torch.tensor([[4, 6], [8, 2]])
-    found = leaf_values(model, ids, candidates, measures, attended=attended)
-    torch.testing.assert_close(found, leaf_values(model, ids, candidates, measures))
+    found = leaf_values(attended, ids, candidates, measures)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, leaf_values(Attended(model, 1), ids, candidates, measures))

@@ -17,6 +17,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.data.text import make_batch
+from gradaudit.leakage.matching.distances import Distance
+from gradaudit.leakage.matching.objective import Objective
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model
@@ -155,3 +157,24 @@ def seen_of(
     update = client.update(batch, stream(seed, "client"))
     knowledge = knowledge_of(batch, update, given or Given())
     return observation(client.model, update, Selection(selection), knowledge)
+
+
+def made_by(objective: Objective, vectors: Tensor, mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the update that a batch [B, T, d] causes, by view, as factors make it, written out."""
+    causal = objective.model.spec.task == "causal-lm"
+    base = objective.base(vectors, mask, labels, None, int(mask[:, 1:].sum()) if causal else len(mask))
+    found: dict[str, Tensor] = {}
+    for part, beside in zip(objective._parts, base.observed, strict=True):
+        own = beside.offset if part.observed.offset is None else beside.offset - part.observed.offset
+        values = [own] if part.matrix else list(own)
+        found |= {place.name: v.reshape(place.shape) for place, v in zip(part.places, values, strict=True)}
+    return found
+
+
+def summed(distance: Distance, predicted: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
+    """Return the distance [N] of whole updates, tensor by tensor."""
+    total = torch.zeros(len(predicted[0]), dtype=predicted[0].dtype)
+    for p, o in zip(predicted, observed, strict=True):
+        q = p - o if distance.differs else p.clone()
+        total = total + distance.each(q.flatten(1)[:, None], o.reshape(1, -1), False)[0]
+    return total * distance.share(len(predicted))

@@ -20,6 +20,7 @@ from gradaudit.errors import BadInputError, unknown_name
 _entries: dict[str, dict[str, type[Any]]] = {"attack": {}, "defense": {}}
 _loaded: set[str] = set()
 C = TypeVar("C", bound=type[Any])
+D = TypeVar("D")
 
 
 def register(cls: C) -> C:
@@ -96,6 +97,18 @@ def identity(item: Any, one_gradient: bool) -> dict[str, Any]:
         or (one_gradient and f.metadata.get("deltas"))
     }
     return {name: value for name, value in describe(item).items() if name not in idle}
+
+
+def filled(cls: type[D], item: Any, **own: Any) -> D:
+    """Return a dataclass whose fields have the values that an object has under the same names.
+
+    Args:
+        cls: the dataclass.
+        item: the object.
+        own: fields that it has otherwise, or not at all.
+    """
+    same = {f.name: getattr(item, f.name) for f in dataclasses.fields(cls) if f.name not in own}  # type: ignore[arg-type]
+    return cls(**same, **own)
 
 
 def hyper(

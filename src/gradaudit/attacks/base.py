@@ -14,7 +14,7 @@ from gradaudit.defense_traits import OF_MEANS, Trait, traits_of, with_trait
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.guess_back import guess_back
 from gradaudit.models.base import Model, TextModel
-from gradaudit.types import Knowledge, Observation, Reconstruction
+from gradaudit.types import Observation, Reconstruction
 
 if TYPE_CHECKING:
     from gradaudit.learned.manifest import Target
@@ -38,6 +38,8 @@ class Attack(ABC, Generic[M]):
     handles: ClassVar[frozenset[Trait]] = frozenset()
     """Traits of the defenses that the attack reckons with when told of them. Told of others on an update or on
     examples' gradients it is not run; not told, or with others on the text, the record gets a flag."""
+    countered: ClassVar[frozenset[Trait]] = frozenset()
+    """Those of `handles` that the attack does not reckon with when its field `counter` is off."""
     takes_any: ClassVar[bool] = False
     """True when it need not be told: it learned through the defense, or looks at no update."""
     models_dropout: ClassVar[bool] = False
@@ -61,7 +63,7 @@ class Attack(ABC, Generic[M]):
         Args:
             model: the model that is attacked; None for any.
         """
-        return self.handles
+        return self.handles if getattr(self, "counter", True) else self.handles - self.countered
 
     def must_be_told(self, defense: str) -> bool:
         """Return whether the attack can reckon with a defense only if it was told of it."""
@@ -204,11 +206,3 @@ def _checksum(tensor: Tensor) -> int:
         data = data.clone()
     whole = len(data) // 8 * 8
     return int(data[:whole].view(torch.int64).sum()) ^ int(data[whole:].sum())
-
-
-def needs_of(attack: type[Attack[Model]]) -> tuple[str, ...]:
-    """Return the knowledge an attack class needs, checked against the fields of `Knowledge`."""
-    unknown = [n for n in attack.needs if n not in Knowledge.__dataclass_fields__]
-    if unknown:
-        raise TypeError(f"attack '{attack.name}' needs '{unknown[0]}', which Knowledge does not have")
-    return attack.needs

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import torch
 
+from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.matching.counters import COUNTERED, countered
 from gradaudit.leakage.matching.distances import SquaredL2
-from gradaudit.leakage.matching.loop import match
+from gradaudit.leakage.matching.loop import Matching, match
 from gradaudit.leakage.observed import STEP
-from gradaudit.models.base import Model
-from gradaudit.registry import hyper, register
+from gradaudit.registry import filled, hyper, register
 from gradaudit.types import Observation, Reconstruction
 
 _OPTIMIZERS = ("adam", "lbfgs")
@@ -43,18 +43,12 @@ class Dlg(Attack):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
+    countered: ClassVar[frozenset[Trait]] = COUNTERED
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
-    start: float = hyper(
-        1.0,
-        "deviation of the Gaussian start; 0: that of the word table",
-        source="LAMP's harness; 0 is ours",
-        later=True,
-    )
+    start: float = options.start()
     restarts: int = hyper(1, "independent starts, minimized together", source="LAMP, appendix: baselines")
-    assumed_length: int = hyper(
-        16, "sentence length when nothing tells it", unit="tokens", source="ours: the papers know lengths"
-    )
+    assumed_length: int = options.assumed_length()
     keep_best: bool = hyper(False, "return the best iterate instead of the last", source="the papers take the last")
 
     optimizer: str = hyper(
@@ -63,17 +57,8 @@ class Dlg(Attack):
     learn_labels: bool = hyper(
         False, "learn labels even where they are given or can be read", source="DLG, algorithm 1, does", later=True
     )
-    counter: bool = hyper(
-        True,
-        "measure wrong signs, what was sent, or unit norms, against defenses it was told of",
-        source="LTI, section 4; Grab, 5.4 and 5.5",
-    )
-    replayed_steps: int = hyper(
-        8,
-        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
-        source="ours",
-        deltas=True,
-    )
+    counter: bool = options.counter()
+    replayed_steps: int = options.replayed_steps()
 
     def __post_init__(self) -> None:
         self._at_least(0, "steps", "replayed_steps", "start")
@@ -85,25 +70,10 @@ class Dlg(Attack):
                 f"attack 'dlg': optimizer must be one of {', '.join(_OPTIMIZERS)}, got '{self.optimizer}'"
             )
 
-    def handled(self, model: Model | None) -> frozenset[Trait]:
-        return self.handles if self.counter else self.handles - COUNTERED
-
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        return match(
-            seen,
-            rng,
-            countered(SquaredL2(), seen, self.name) if self.counter else SquaredL2(),
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            restarts=self.restarts,
-            assumed_length=self.assumed_length,
-            keep_best=self.keep_best,
-            what=self.name,
-            replayed=self.replayed_steps,
-            lbfgs=self.optimizer == "lbfgs",
-            learn_labels=self.learn_labels,
-            start=self.start,
-        )
+        distance = SquaredL2()
+        measured = countered(distance, seen, self.name) if self.counter else distance
+        return match(seen, rng, measured, filled(Matching, self, lbfgs=self.optimizer == "lbfgs"), self.name)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         each = _EVALUATIONS if self.optimizer == "lbfgs" else 1

@@ -14,7 +14,6 @@ from gradaudit.leakage.matching.layout import layout
 from gradaudit.leakage.matching.similarity import REPLAYED, Likeness
 from gradaudit.leakage.matching.start import first_labels
 from gradaudit.leakage.priors import frequent_tokens
-from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -41,6 +40,7 @@ class Exchange(Attack):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     handles: ClassVar[frozenset[Trait]] = REPLAYED | {"zero mean", "scaled", "support", "one example clipped"}
+    countered: ClassVar[frozenset[Trait]] = REPLAYED
     evaluations: int = hyper(1500, "gradients computed at most", source="ours: 5 to 10 s on LTI's transformer")
     proposals: int = hyper(48, "exchanges judged a round", source="ours: tried on public windows")
     assumed_length: int = hyper(16, "sentence length when nothing tells it", unit="tokens", source="ours")
@@ -48,9 +48,6 @@ class Exchange(Attack):
 
     def __post_init__(self) -> None:
         self._at_least(1, "evaluations", "proposals", "assumed_length")
-
-    def handled(self, model: Model | None) -> frozenset[Trait]:
-        return self.handles if self.counter else self.handles - REPLAYED
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         model = seen.model

@@ -8,11 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
-from gradaudit.leakage.images.matching import COUNTERED, image_labels, match_for, total_variation
+from gradaudit.leakage.images.matching import COUNTERED, first_labels, match_for, reconstructed, total_variation
 from gradaudit.leakage.images.replay import image_objective
+from gradaudit.leakage.labels import known_labels
+from gradaudit.leakage.matching.descent import pull
 from gradaudit.models.images import ImageModel
 from gradaudit.progress import track
 from gradaudit.registry import hyper, register
@@ -42,19 +45,12 @@ class GenerativePrior(Attack[ImageModel]):
     weight_steps: int = hyper(1000, "Adam steps over the generator's weights, from the best latents", source="ours")
     weight_rate: float = hyper(1e-3, "learning rate of weights", source="ours")
     restarts: int = hyper(4, "independent latents, minimized together; the best fit goes on", source="ours")
-    relative: bool = hyper(
-        True, "divide the hinge on wrong signs by the update's size", source="ours, the paper: no", later=True
-    )
+    relative: bool = options.relative()
     total_variation: float = hyper(1e-4, "weight of the total variation", source="ours")
     latent_norm: float = hyper(1e-4, "weight of the mean squared latent", source="ours, after Jeon et al.")
     training_steps: int = hyper(2000, "steps the generator is trained for", source="ours")
     latent: int = hyper(64, "numbers an image is made from", source="ours")
-    replayed_steps: int = hyper(
-        8,
-        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
-        source="ours",
-        deltas=True,
-    )
+    replayed_steps: int = options.replayed_steps()
 
     def __post_init__(self) -> None:
         self._at_least(0, "latent_steps", "weight_steps", "training_steps", "latent_rate", "weight_rate")
@@ -66,13 +62,10 @@ class GenerativePrior(Attack[ImageModel]):
         assert public is not None  # `needs`
         generator = generator_of(public, GeneratorSpec(self.latent, steps=self.training_steps), model.device)
         objective = image_objective(seen, match_for(seen, 1, self.relative), self.replayed_steps)
-        known = image_labels(seen)
-        learn = known.values is None
-        latents = torch.randn((self.restarts, size, self.latent), generator=rng).to(model.device).requires_grad_()
-        if known.values is not None:
-            labels = known.values.expand(self.restarts, size)
-        else:
-            labels = 0.1 * torch.randn((self.restarts, size, model.spec.labels), generator=rng).to(model.device)
+        known, how = known_labels(seen)
+        learn, shape = known is None, (self.restarts, size)
+        latents = torch.randn((*shape, self.latent), generator=rng).to(model.device).requires_grad_()
+        labels = first_labels(known, shape, model.spec.labels, rng).to(model.device)
         labels = labels.clone().requires_grad_(learn)
 
         def loss(images: Tensor, classes: Tensor) -> Tensor:
@@ -86,7 +79,8 @@ class GenerativePrior(Attack[ImageModel]):
         for _ in track(range(self.latent_steps), f"{self.name}: latents"):
             value = loss(generator(latents), classes(labels))
             value = value + self.latent_norm * latents.square().flatten(1).mean(1)
-            _step(optimizer, wanted, value)
+            pull(value, wanted)
+            optimizer.step()
         with torch.no_grad():
             first = objective(generator(latents), classes(labels))
         best = int(first.nan_to_num(nan=torch.inf).argmin())
@@ -95,30 +89,14 @@ class GenerativePrior(Attack[ImageModel]):
         wanted = [*weights.values(), own] if learn else list(weights.values())
         optimizer = torch.optim.Adam(wanted, lr=self.weight_rate)
         for _ in track(range(self.weight_steps), f"{self.name}: weights"):
-            _step(optimizer, wanted, loss(generator(chosen, weights), classes(own)))
+            pull(loss(generator(chosen, weights), classes(own)), wanted)
+            optimizer.step()
         with torch.no_grad():
             images = generator(chosen, weights)
             value = objective(images, classes(own))
-        evaluations = (self.latent_steps + 1) * self.restarts + self.weight_steps + 1
-        final = classes(own)[0].argmax(-1) if learn else own[0]
-        return Reconstruction(
-            images=images[0].cpu(),
-            labels=tuple(int(y) for y in final),
-            notes=objective.notes(),
-            details={
-                "distance": float(value[0]),
-                "distance_of_latents": float(first[best]),
-                "labels": known.how,
-                "gradient_evaluations": evaluations * objective.passes,
-            }
-            | objective.details(),
-        )
+        guesses = (self.latent_steps + 1) * self.restarts + self.weight_steps + 1
+        distances = {"distance": float(value[0]), "distance_of_latents": float(first[best])}
+        return reconstructed(objective, images[0], classes(own)[0], how, distances, guesses)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 2 * (self.latent_steps * self.restarts + self.weight_steps)
-
-
-def _step(optimizer: torch.optim.Optimizer, wanted: list[Tensor], value: Tensor) -> None:
-    for variable, slope in zip(wanted, torch.autograd.grad(value.sum(), wanted), strict=True):
-        variable.grad = slope
-    optimizer.step()

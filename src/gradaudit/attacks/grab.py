@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -24,7 +25,6 @@ from gradaudit.leakage.matching.start import first_labels, frame_of, gaussian
 from gradaudit.leakage.observed import CANDIDATE, STEP, nearest_tokens
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import stack
-from gradaudit.models.base import Model
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 from gradaudit.workspace import keep, kept
@@ -51,6 +51,7 @@ class Grab(Attack):
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     handles: ClassVar[frozenset[Trait]] = COUNTERED - {"signs"} | {"zero mean"}
+    countered: ClassVar[frozenset[Trait]] = COUNTERED
     models_dropout: ClassVar[bool] = True
     rounds: int = hyper(5, "rounds of continuous and discrete search", source="section 5.1")
     steps: int = hyper(2000, "AdamW steps a round", source="section 5.1")
@@ -93,12 +94,7 @@ class Grab(Attack):
     )
     refit_steps: int = hyper(60, "Adam steps for the masks of one text", source="ours", later=True)
     keep_best: bool = hyper(False, "best iterate instead of the last", source="the published code takes the last")
-    replayed_steps: int = hyper(
-        8,
-        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
-        source="ours",
-        deltas=True,
-    )
+    replayed_steps: int = options.replayed_steps()
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
     anew: bool = hyper(True, "compute only the changed sentence of a candidate; False to compare speeds", source="ours")
     candidates: int = hyper(0, "candidates computed together; 0 takes what fits", source="ours")
@@ -121,9 +117,6 @@ class Grab(Attack):
         orders *= max(1, self.score_masks)
         steps = self.rounds * (self.steps + self.refit * self.refit_steps)
         return int(STEP * steps + CANDIDATE * (self.rounds * 2 * beams + orders))
-
-    def handled(self, model: Model | None) -> frozenset[Trait]:
-        return self.handles if self.counter else self.handles - COUNTERED
 
     def distance(self, seen: Observation) -> Distance:
         """Return what is measured, with the counters to the defenses that were told.

@@ -8,17 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.leakage.images.matching import (
     COUNTERED,
     Signed,
-    image_labels,
+    first_labels,
     match_for,
     minimize_images,
+    reconstructed,
     total_variation,
 )
 from gradaudit.leakage.images.replay import image_objective
+from gradaudit.leakage.labels import known_labels
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -45,16 +48,9 @@ class InvertingGradients(Attack[ImageModel]):
     steps: int = hyper(2000, "steps of signed Adam", source="ours: the paper takes 4,800 on CIFAR-10")
     learning_rate: float = hyper(0.1, "at first; a tenth after 3/8, 5/8 and 7/8 of the steps", source="Geiping et al.")
     restarts: int = hyper(4, "independent starts, minimized together; the best fit wins", source="ours, the paper: 1")
-    relative: bool = hyper(
-        True, "divide the hinge on wrong signs by the update's size", source="ours, the paper: no", later=True
-    )
+    relative: bool = options.relative()
     total_variation: float = hyper(5e-3, "weight of the total variation", source="ours: tried on digits and CIFAR-10")
-    replayed_steps: int = hyper(
-        8,
-        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
-        source="ours",
-        deltas=True,
-    )
+    replayed_steps: int = options.replayed_steps()
 
     def __post_init__(self) -> None:
         self._at_least(0, "steps", "learning_rate", "total_variation", "replayed_steps")
@@ -63,34 +59,21 @@ class InvertingGradients(Attack[ImageModel]):
     def run(self, seen: Observation[ImageModel], rng: torch.Generator) -> Reconstruction:
         model, size = seen.model, seen.knowledge.batch_size or 1
         objective = image_objective(seen, match_for(seen, 2, self.relative), self.replayed_steps)
-        known = image_labels(seen)
-        shape = (self.restarts, size, *model.shape)
-        start = (0.5 + 0.25 * torch.randn(shape, generator=rng)).clamp(0, 1).to(model.device)
-        if known.values is not None:
-            labels = known.values.expand(self.restarts, size)
-        else:
-            labels = 0.1 * torch.randn((self.restarts, size, model.spec.labels), generator=rng).to(model.device)
+        known, how = known_labels(seen)
+        shape = (self.restarts, size)
+        start = (0.5 + 0.25 * torch.randn((*shape, *model.shape), generator=rng)).clamp(0, 1).to(model.device)
+        labels = first_labels(known, shape, model.spec.labels, rng).to(model.device)
 
         def loss(images: Tensor, classes: Tensor) -> Tensor:
             return objective(images, classes) + self.total_variation * total_variation(images)
 
-        how = Signed(self.steps, self.learning_rate)
-        images, final = minimize_images(start, labels, known.values is None, loss, how, self.name)
+        schedule = Signed(self.steps, self.learning_rate)
+        images, final = minimize_images(start, labels, known is None, loss, schedule, self.name)
         with torch.no_grad():
             value = objective(images, final)
         best = int(value.nan_to_num(nan=torch.inf).argmin())
-        classes = final[best].argmax(-1) if known.values is None else final[best]
-        return Reconstruction(
-            images=images[best].cpu(),
-            labels=tuple(int(y) for y in classes),
-            notes=objective.notes(),
-            details={
-                "distance": float(value[best]),
-                "labels": known.how,
-                "gradient_evaluations": (self.steps + 1) * self.restarts * objective.passes,
-            }
-            | objective.details(),
-        )
+        guesses = (self.steps + 1) * self.restarts
+        return reconstructed(objective, images[best], final[best], how, {"distance": float(value[best])}, guesses)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 2 * self.steps * self.restarts

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.errors import BadInputError
@@ -46,6 +47,7 @@ class Lamp(Attack):
     source: ClassVar[str] = "LAMP (Balunovic et al., NeurIPS 2022), sections 4 and 5, appendix A"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
+    countered: ClassVar[frozenset[Trait]] = COUNTERED
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     distance: str = hyper("cos", "'cos' or 'l2+l1'", source="section 5")
     starts: int = hyper(500, "Gaussian starts, of which the best is taken", source="appendix A")
@@ -70,17 +72,8 @@ class Lamp(Attack):
     )
     prior: str = hyper("", "causal language model that judges edits; empty for none", source="section 4.2")
     prior_weight: float = hyper(-1.0, "its weight; below 0 takes the paper's (0.2 for cos, 60 for l2+l1)")
-    counter: bool = hyper(
-        True,
-        "measure wrong signs, what was sent, or unit norms, against defenses it was told of",
-        source="LTI, section 4; Grab, 5.4 and 5.5",
-    )
-    replayed_steps: int = hyper(
-        8,
-        "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always",
-        source="ours",
-        deltas=True,
-    )
+    counter: bool = options.counter()
+    replayed_steps: int = options.replayed_steps()
     screen: int = hyper(8, "rank candidates on every so many-th row of a matrix first; 1 for none", source="ours")
     candidates: int = hyper(0, "candidates computed together; 0 takes what fits", source="ours")
     assumed_length: int = hyper(16, "sentence length when nothing tells it", unit="tokens", source="ours")
@@ -93,7 +86,7 @@ class Lamp(Attack):
         self._at_least(0, "norm", "silent")
 
     def handled(self, model: Model | None) -> frozenset[Trait]:
-        found = self.handles if self.counter else self.handles - COUNTERED
+        found = super().handled(model)
         # 1 - cosine does not see by what the whole was scaled
         return found | {"scaled", "one example clipped"} if self.distance == "cos" else found
 

@@ -13,8 +13,8 @@ from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.images.likelihood import LAWS, ImageEvidence, has_law
-from gradaudit.leakage.images.matching import image_labels
 from gradaudit.leakage.images.posterior import likeliest_images
+from gradaudit.leakage.labels import known_labels
 from gradaudit.learned.images.fit import ImagePlan, ImageSimulation, fit_image_inverter
 from gradaudit.learned.images.inverter import ImageInverter, load_image_inverter, save_image_inverter
 from gradaudit.learned.manifest import Target
@@ -118,8 +118,8 @@ class LtiImages(ImagePlan, Attack[ImageModel]):
             raise NotSupportedError("attack 'lti-images': this inverter was saved without its spread; fit it again")
         if not has_law(seen):
             return reading.clamp(0, 1), (f"not refined: images have no likelihood here but {LAWS}",)
-        label = image_labels(seen).values
-        known = None if label is None else int(label[0])
+        labels, _ = known_labels(seen)
+        known = None if labels is None else int(labels[0])
         law, classes = spread.to(reading.device), seen.model.spec.labels
         found = likeliest_images(ImageEvidence(seen), reading, known, classes, law, self.refine, self.name)
         return found, ("refined: the likeliest image given the reading and the update",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,3 +54,13 @@ def analytic_label(seen: Observation[Model]) -> int | None:
         if found is not None and found.shape == (classes, model.width):
             weight = found
     return single_label(bias, weight)
+
+
+def known_labels(seen: Observation[Any]) -> tuple[Tensor | None, str]:
+    """Return labels [B] that were given or read off the output layer, and which; None, "learned" without either."""
+    known, how = seen.knowledge.labels, "given"
+    if known is None and (read := analytic_label(seen)) is not None:
+        known, how = (read,), "read from the output layer"
+    if known is None:
+        return None, "learned"
+    return torch.tensor(known, device=next(iter(seen.tensors.values())).device), how

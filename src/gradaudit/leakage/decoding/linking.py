@@ -9,7 +9,6 @@ changes S, not its support.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,19 +58,6 @@ def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int 
     return weights
 
 
-@dataclass(frozen=True)
-class Explained:
-    """How far attention among the members of a set explains their signals.
-
-    Args:
-        left: [n] share of each member's signals that is left unexplained.
-        foreign: [n, q] the part of each hidden direction that was taken for each member's contamination.
-    """
-
-    left: Tensor
-    foreign: Tensor
-
-
 def conditions(count: int, heads: int, size: int) -> int:
     """Return how many conditions the signals of a set of tokens meet that no choice of attention can bend.
 
@@ -91,7 +77,7 @@ def unexplained(
     keys: Tensor,
     members: Tensor,
     hidden: tuple[Tensor, Tensor] | None = None,
-) -> Explained:
+) -> tuple[Tensor, Tensor]:
     """Return the share of each member's signals that attention among the members alone cannot make.
 
     Per head one matrix S [n, n] must explain both sides, delta_q = S k and delta_k = S^T q, and its rows sum to zero
@@ -111,6 +97,9 @@ def unexplained(
         keys: [b, H, h].
         members: [n] indices of the set.
         hidden: [q, H, h] directions at the queries and at the keys that the missing rows' signals span.
+
+    Returns:
+        [n] the share that is left, and [n, q] the part of each hidden direction taken for each member's contamination.
     """
     count = len(members)
     side_q, side_k, q, k = (t[members].permute(1, 0, 2).double() for t in (toward_queries, toward_keys, queries, keys))
@@ -148,7 +137,7 @@ def unexplained(
         left_q, left_k = remaining(side_q, side_k)
     left = left_q.square().sum((0, 2)) + left_k.square().sum((0, 2))
     whole = side_q.square().sum((0, 2)) + side_k.square().sum((0, 2))
-    return Explained((left / whole.clamp_min(1e-300)).sqrt(), foreign)
+    return (left / whole.clamp_min(1e-300)).sqrt(), foreign
 
 
 def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[list[int]]:

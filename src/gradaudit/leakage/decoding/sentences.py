@@ -88,8 +88,7 @@ class Signals:
     def left(self, members: Tensor) -> tuple[Tensor, Tensor]:
         """Return [n] what a set of rows leaves unexplained, and [n, q] its contamination."""
         hidden = self.hidden if len(self.hidden[0]) else None
-        found = unexplained(self.toward_queries, self.toward_keys, self.queries, self.keys, members, hidden)
-        return found.left, found.foreign
+        return unexplained(self.toward_queries, self.toward_keys, self.queries, self.keys, members, hidden)
 
     def affinity(self, positions: Tensor) -> Tensor:
         """Return [f, f], how much rows take part in explaining each other."""

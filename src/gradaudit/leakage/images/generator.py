@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gradaudit.leakage.matching.descent import pull
 from gradaudit.progress import track
 from gradaudit.streams import global_stream, stream
 from gradaudit.types import PublicImages
@@ -97,10 +98,7 @@ def _train(public: PublicImages, spec: GeneratorSpec, device: torch.device, key:
         error = (made - shown).square().flatten(1).sum(1)
         divergence = 0.5 * (mean.square() + spread.exp() - spread - 1).sum(1)
         optimizer.param_groups[0]["lr"] = spec.learning_rate * (1 - step / spec.steps)
-        for p, slope in zip(
-            variables, torch.autograd.grad((error + spec.divergence * divergence).mean(), variables), strict=True
-        ):
-            p.grad = slope
+        pull((error + spec.divergence * divergence).mean(), variables)
         optimizer.step()
     return {n: p.detach() for n, p in decoder.named_parameters()}
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from gradaudit.defense_traits import Trait, all_traits
-from gradaudit.leakage.labels import analytic_label
 from gradaudit.leakage.observed import as_gradient
 from gradaudit.models.images import ImageModel
 from gradaudit.progress import track
-from gradaudit.types import Observation
+from gradaudit.types import Observation, Reconstruction
 
 COUNTERED: frozenset[Trait] = frozenset({"signs", "support"})
 """Traits that an adapted distance reckons with."""
@@ -83,22 +82,16 @@ def total_variation(images: Tensor) -> Tensor:
     return (down * height + across * width) / 32
 
 
-@dataclass(frozen=True)
-class ImageLabels:
-    """Labels of a batch that is guessed: values [B], or None where they are learned; and where they are from."""
+def first_labels(known: Tensor | None, shape: tuple[int, int], classes: int, rng: torch.Generator) -> Tensor:
+    """Return the labels of guesses [N, B], or where they are not known logits [N, B, classes] to learn them from.
 
-    values: Tensor | None
-    how: str
-
-
-def image_labels(seen: Observation[ImageModel]) -> ImageLabels:
-    """Return labels that were given, or one read off the output layer's gradient (iDLG); otherwise they are learned."""
-    if seen.knowledge.labels is not None:
-        return ImageLabels(torch.tensor(seen.knowledge.labels, device=seen.model.device), "given")
-    read = analytic_label(seen)
-    if read is not None:
-        return ImageLabels(torch.tensor([read], device=seen.model.device), "read from the output layer")
-    return ImageLabels(None, "learned")
+    Args:
+        known: [B] labels.
+        shape: N and B.
+        classes: of the model.
+        rng: draws the logits.
+    """
+    return 0.1 * torch.randn((*shape, classes), generator=rng) if known is None else known.expand(shape)
 
 
 class ImageObjective:
@@ -139,6 +132,29 @@ class ImageObjective:
         if self._steps > 1:
             return (f"a weight change of {self._steps} local steps was read as one gradient",)
         return ()
+
+
+def reconstructed(
+    objective: ImageObjective, images: Tensor, labels: Tensor, how: str, distances: dict[str, float], guesses: int
+) -> Reconstruction:
+    """Return what was found, for the record.
+
+    Args:
+        objective: what was minimized.
+        images: [B, C, H, W].
+        labels: [B] classes, or [B, classes] shares.
+        how: where labels are from.
+        distances: at the end, by name.
+        guesses: that were evaluated.
+    """
+    classes = labels.argmax(-1) if labels.dim() > 1 else labels
+    counted = {"labels": how, "gradient_evaluations": guesses * objective.passes}
+    return Reconstruction(
+        images=images.cpu(),
+        labels=tuple(classes.tolist()),
+        notes=objective.notes(),
+        details=distances | counted | objective.details(),
+    )
 
 
 @dataclass(frozen=True)

@@ -124,22 +124,6 @@ class BeamSearch:
         """Return the best guesses that were measured in full, best first."""
         return sorted(self._known.values(), key=lambda b: b.loss)[:count]
 
-    def try_slots(self, ids: Tensor, row: int, slots: Sequence[int], pool: Sequence[int], width: int) -> list[Beam]:
-        """Return the best guesses, best first, after some slots of one sentence were tried with every token of a pool.
-
-        Args:
-            ids: [B, T] the guess.
-            row: the sentence.
-            slots: the positions, in this order.
-            pool: tokens to try.
-            width: guesses kept and returned.
-        """
-        beams = [Beam(ids, self._whole([ids])[0])]
-        bases = self._bases(beams, row)
-        for slot in slots:
-            beams = self._slot(beams, bases, row, slot, pool, width)
-        return beams
-
     def _slot(
         self,
         beams: list[Beam],

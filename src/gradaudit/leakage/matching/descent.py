@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,11 +128,7 @@ class Descent:
         value = loss(vectors, labels)
         kept = [m.detach().clone() for m in self._masks.variables()] if keep_masks and self._masks is not None else None
         left = Point(vectors.detach(), labels.detach().clone(), value.detach(), len(value), kept)
-        wanted = self._wanted()
-        for variable, slope in zip(
-            wanted, torch.autograd.grad(value.sum(), wanted, allow_unused=True, materialize_grads=True), strict=True
-        ):
-            variable.grad = slope
+        pull(value, self._wanted())
         if self._how.clip:
             torch.nn.utils.clip_grad_norm_([self._free], self._how.clip)
         optimizer = self._adam()
@@ -160,6 +156,18 @@ class Descent:
             kind = torch.optim.AdamW if how.weight_decay else torch.optim.Adam
             self._optimizer = kind(self._wanted(), lr=how.learning_rate, weight_decay=how.weight_decay)
         return self._optimizer
+
+
+def pull(value: Tensor, wanted: Sequence[Tensor]) -> None:
+    """Put the slopes of a sum where an optimizer finds them, zeros where a variable has none.
+
+    Args:
+        value: [N] what is summed.
+        wanted: the variables.
+    """
+    slopes = torch.autograd.grad(value.sum(), wanted, allow_unused=True, materialize_grads=True)
+    for variable, slope in zip(wanted, slopes, strict=True):
+        variable.grad = slope
 
 
 def minimize(descent: Descent, loss: Loss, steps: int, *, keep_best: bool, what: str) -> Point:
@@ -241,11 +249,9 @@ def _one_by_lbfgs(
     def closure() -> float:
         nonlocal spent
         spent += 1
-        total = point().loss.sum()
-        slopes = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
-        for variable, slope in zip(wanted, slopes, strict=True):
-            variable.grad = slope
-        return float(total.detach())
+        value = point().loss
+        pull(value, wanted)
+        return float(value.detach().sum())
 
     for _ in track(range(steps), what):
         before = spent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -98,14 +97,6 @@ class Distance(ABC):
     def share(self, count: int) -> float:
         """Return the weight of one of `count` tensors."""
         return 1.0
-
-    def measure(self, predicted: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
-        """Return the distance [N] of whole updates, tensor by tensor."""
-        total = torch.zeros(len(predicted[0]), device=predicted[0].device, dtype=predicted[0].dtype)
-        for p, o in zip(predicted, observed, strict=True):
-            q = p - o if self.differs else p.clone()
-            total = total + self.each(q.flatten(1)[:, None], o.reshape(1, -1), False)[0]
-        return total * self.share(len(predicted))
 
 
 def sums_of(q: Tensor, o: Tensor, distance: Distance, of: int = 1, spare: bool = False) -> Sums:

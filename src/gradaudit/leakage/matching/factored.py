@@ -7,8 +7,10 @@ for inner products only (cosine), no entry of it is made at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -65,10 +67,6 @@ class Product:
     slope: Tensor
     read: Tensor
     observed: Observed
-
-    def only(self, some: Tensor, every: int) -> Product:
-        """Return that of some candidates, and every so many-th row of it."""
-        return Product(self.slope[..., ::every][some], self.read[some], self.observed.thinned(every))
 
 
 def gradient(how: str, slope: Tensor, read: Tensor, like: torch.Size) -> Tensor:
@@ -131,25 +129,8 @@ def rank_of_products(matrices: Sequence[Product], distance: Distance, of: int = 
         distance: one without an L1 term.
         of: as `Sums` has it.
     """
-    value, _ = distance.combine(_beside([_inner_products(m, distance, of) for m in matrices]))
-    return value.sum(1)
-
-
-def _inner_products(m: Product, distance: Distance, of: int) -> Sums:
-    """Return a matrix's sums by inner products of its factors with one another and with what they are compared with."""
-    square = (torch.bmm(m.slope, m.slope.mT) * torch.bmm(m.read, m.read.mT)).sum((1, 2))
-    values, offset = m.observed.values, m.observed.offset
-    along = torch.zeros_like(square) if distance.differs else _along(m, values)
-    if offset is not None:
-        square = square + 2 * _along(m, offset) + offset.square().sum()
-        along = along if distance.differs else along + (offset * values).sum()
-    nothing = torch.zeros_like(square)[:, None]
-    return Sums(nothing, square.clamp_min(0)[:, None], along[:, None], m.observed.energy[None], of)
-
-
-def _along(m: Product, fixed: Tensor) -> Tensor:
-    """Return the inner products [N] of outer products with a fixed matrix."""
-    return ((m.read.flatten(0, 1) @ fixed.T).view(m.slope.shape) * m.slope).sum((1, 2))
+    sums = [_by_inner_products(m.slope, m.read, m.observed, distance, of, False)[0] for m in matrices]
+    return distance.combine(_beside(sums))[0].sum(1)
 
 
 class _Whole(torch.autograd.Function):
@@ -202,18 +183,23 @@ class _Products(torch.autograd.Function):
 def _by_inner_products(
     slope: Tensor, read: Tensor, observed: Observed, distance: Distance, of: int, wanted: bool
 ) -> tuple[Sums, _Parts]:
-    """Measure outer products [N, out, in] by what their factors have in common; see `_by_blocks`."""
+    """Measure outer products by inner products of their factors with one another and with what they are compared with.
+
+    As `_by_blocks`; a derivative is given only where nothing is added to the products before they are measured.
+    """
+    values, offset = observed.values, observed.offset
     slopes, reads = torch.bmm(slope, slope.mT), torch.bmm(read, read.mT)
-    across = read @ observed.values.T  # [N, K, out]
-    square = (slopes * reads).sum((1, 2)).clamp_min(0)[:, None]
-    along = (slope * across).sum((1, 2))[:, None]
-    sums = Sums(torch.zeros_like(square), square, along, observed.energy[None], of)
-    if not wanted:
+    square = (slopes * reads).sum((1, 2))
+    across = None if distance.differs else read @ values.T  # [N, K, out]
+    along = torch.zeros_like(square) if across is None else (slope * across).sum((1, 2))
+    if offset is not None:
+        square = square + 2 * (slope * (read @ offset.T)).sum((1, 2)) + offset.square().sum()
+        along = along if across is None else along + (offset * values).sum()
+    nothing = torch.zeros_like(square)[:, None]
+    sums = Sums(nothing, square.clamp_min(0)[:, None], along[:, None], observed.energy[None], of)
+    if not wanted or across is None:
         return sums, {}
-    return sums, {
-        "own": (torch.bmm(reads, slope), torch.bmm(slopes, read)),
-        "observed": (across, slope @ observed.values),
-    }
+    return sums, {"own": (torch.bmm(reads, slope), torch.bmm(slopes, read)), "observed": (across, slope @ values)}
 
 
 def _by_blocks(
@@ -264,56 +250,25 @@ def _by_blocks(
                 by_slope, by_read = parts.setdefault(name, ([], []))
                 by_slope.append(torch.bmm(x, s.mT))
                 by_read.append(torch.bmm(here, s))
-        all_sums.append(_added(sums))
+        all_sums.append(_put_together(sums, _total, _total([s.observed for s in sums])))
         all_parts.append({name: (_joined(a, -1), _total(b)) for name, (a, b) in parts.items()})
-    if len(all_sums) == 1:
-        return all_sums[0], all_parts[0]
-    kinds_of = all_parts[0].keys()
-    return _under(all_sums), {
-        k: (_joined([p[k][0] for p in all_parts]), _joined([p[k][1] for p in all_parts])) for k in kinds_of
-    }
-
-
-def _added(sums: Sequence[Sums]) -> Sums:
-    """Return the sums of blocks of the same matrices."""
-    if len(sums) == 1:
-        return sums[0]
-    return Sums(
-        _total([s.absolute for s in sums]),
-        _total([s.square for s in sums]),
-        _total([s.along for s in sums]),
-        _total([s.observed for s in sums]),
-        sums[0].of,
-    )
-
-
-def _under(sums: Sequence[Sums]) -> Sums:
-    """Return the sums of one matrix for candidates that were measured in turn."""
-    return Sums(
-        torch.cat([s.absolute for s in sums]),
-        torch.cat([s.square for s in sums]),
-        torch.cat([s.along for s in sums]),
-        sums[0].observed,
-        sums[0].of,
-    )
+    joined = {k: (_joined([p[k][0] for p in all_parts]), _joined([p[k][1] for p in all_parts])) for k in all_parts[0]}
+    return _put_together(all_sums, _joined, all_sums[0].observed), joined
 
 
 def _beside(sums: Sequence[Sums]) -> Sums:
     """Return the sums of several matrices for the same candidates."""
-    return Sums(
-        torch.cat([s.absolute for s in sums], 1),
-        torch.cat([s.square for s in sums], 1),
-        torch.cat([s.along for s in sums], 1),
-        torch.cat([s.observed for s in sums]),
-        sums[0].of,
-    )
+    return _put_together(sums, partial(torch.cat, dim=1), torch.cat([s.observed for s in sums]))
+
+
+def _put_together(sums: Sequence[Sums], join: Callable[[list[Tensor]], Tensor], observed: Tensor) -> Sums:
+    """Return the sums over blocks, candidates or matrices as one, joined in the way that these want."""
+    absolute, square, along = (join([getattr(s, name) for s in sums]) for name in ("absolute", "square", "along"))
+    return Sums(absolute, square, along, observed, sums[0].of)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return reduce(operator.add, parts)
 
 
 def _weighted_sum(parts: Sequence[tuple[Tensor | float, Tensor]]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +16,34 @@ from gradaudit.leakage.observed import nearest_tokens
 from gradaudit.types import Observation, Reconstruction
 
 
-def match(
-    seen: Observation,
-    rng: torch.Generator,
-    distance: Distance,
-    *,
-    steps: int,
-    learning_rate: float,
-    restarts: int,
-    assumed_length: int,
-    keep_best: bool,
-    what: str,
-    replayed: int,
-    start: float = 1.0,
-    lbfgs: bool = False,
-    learn_labels: bool = False,
-) -> Reconstruction:
+@dataclass(frozen=True)
+class Matching:
+    """How a guess is matched.
+
+    Args:
+        steps: of the optimizer.
+        learning_rate: Adam's.
+        start: deviation of the starts; 0 takes the word table's.
+        restarts: independent starts, minimized together; the lowest distance wins.
+        assumed_length: tokens a sentence when neither lengths nor position rows are known.
+        keep_best: take the best iterate instead of the last.
+        replayed_steps: local steps of a weight change replayed at most.
+        lbfgs: torch's L-BFGS with its defaults in place of Adam, the starts in turn; steps are its own.
+        learn_labels: learn labels even where they are given or can be read.
+    """
+
+    steps: int
+    learning_rate: float
+    start: float
+    restarts: int
+    assumed_length: int
+    keep_best: bool
+    replayed_steps: int
+    lbfgs: bool
+    learn_labels: bool
+
+
+def match(seen: Observation, rng: torch.Generator, distance: Distance, how: Matching, what: str) -> Reconstruction:
     """Recover a batch by minimizing a distance between updates from Gaussian starts.
 
     Labels are used when given, read from the output layer where that is exact (`leakage.labels`), learned otherwise.
@@ -39,36 +52,29 @@ def match(
         seen: the observation; knowledge must hold the batch size.
         rng: random stream of the starts.
         distance: between predicted and observed tensors.
-        steps: of the optimizer.
-        learning_rate: Adam's.
-        restarts: independent starts, minimized together; the lowest distance wins.
-        assumed_length: tokens a sentence when neither lengths nor position rows are known.
-        keep_best: take the best iterate instead of the last.
+        how: optimizer, starts and labels.
         what: name for the progress bar.
-        replayed: local steps of a weight change replayed at most.
-        start: deviation of the starts; 0 takes the word table's.
-        lbfgs: torch's L-BFGS with its defaults in place of Adam, the starts in turn; steps are its own.
-        learn_labels: learn labels even where they are given or can be read.
     """
-    objective = objective_of(seen, distance, replayed)
-    frame = layout(seen, assumed_length)
+    objective = objective_of(seen, distance, how.replayed_steps)
+    frame = layout(seen, how.assumed_length)
     model, table = seen.model, seen.model.word_vectors()
-    shape = (restarts, *frame.ids.shape, table.shape[1])
-    noise = torch.randn(shape, generator=rng).to(table) * (start or float(table.std()))
+    shape = (how.restarts, *frame.ids.shape, table.shape[1])
+    noise = torch.randn(shape, generator=rng).to(table) * (how.start or float(table.std()))
     first_vectors = torch.where(frame.fixed[None, :, :, None], table[frame.ids][None], noise)
     first = first_labels(seen, frame)
-    learn = first.learned or learn_labels
-    labels = _labels(first, restarts, learn, seen, rng)
+    learn = first.learned or how.learn_labels
+    labels = _labels(first, how.restarts, learn, seen, rng)
     still = frame.fixed | ~frame.mask
 
     def loss(vectors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return objective(vectors, frame.mask, targets)
 
-    if lbfgs:
-        found = by_lbfgs(first_vectors, still, labels, learn, loss, steps, what=what)
+    if how.lbfgs:
+        found = by_lbfgs(first_vectors, still, labels, learn, loss, how.steps, what=what)
     else:
-        descent = Descent(first_vectors, still, labels, "softmax" if learn else None, Schedule(steps, learning_rate))
-        found = minimize(descent, loss, steps, keep_best=keep_best, what=what)
+        schedule = Schedule(how.steps, how.learning_rate)
+        descent = Descent(first_vectors, still, labels, "softmax" if learn else None, schedule)
+        found = minimize(descent, loss, how.steps, keep_best=how.keep_best, what=what)
     best = int(found.loss.nan_to_num(nan=torch.inf).argmin())  # a start that diverged is not the best
     ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
     ids = torch.where(frame.fixed, frame.ids, ids)

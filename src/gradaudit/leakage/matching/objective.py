@@ -363,29 +363,6 @@ class Objective:
             out[name] = _Factors(how, slope, rows if learning else rows.detach())
         return out
 
-    def predicted(
-        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None
-    ) -> dict[str, Tensor]:
-        """Return the predicted update of each candidate, [N, ...] by view, written out: for small models and checks."""
-        tokens = int(mask[..., 1:].sum()) if self._causal else mask.shape[-2]
-        found: dict[str, list[Tensor]] = {}
-        for n, one in enumerate(embeddings):
-            factors = self._made(one, mask if mask.dim() == 2 else mask[n], labels[n], masks, tokens)
-            for part in self._parts:
-                for place in part.places:
-                    made = self._at(place, factors)
-                    value = gradient(made.how, made.slope, made.read, place.shape)[0]
-                    found.setdefault(place.name, []).append(value)
-        return {name: torch.stack(values) for name, values in found.items()}
-
-    def observed(self) -> dict[str, Tensor]:
-        """Return the observed values of each matched view, in the orientation of those predicted."""
-        found: dict[str, Tensor] = {}
-        for part in self._parts:
-            values = [part.observed.values] if part.matrix else list(part.observed.values)
-            found |= {place.name: v.reshape(place.shape) for place, v in zip(part.places, values, strict=True)}
-        return found
-
     def _trace(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None) -> Traced:
         count = len(embeddings)
         flat = embeddings.flatten(0, 1)
@@ -422,22 +399,3 @@ def _oriented(view: View, how: str, observed: Tensor) -> Tensor:
     """Return an observed tensor as [out, in], the orientation that factors are multiplied in."""
     whole = view.name == view.parameter
     return observed.T.contiguous() if how == "transposed" and whole else observed.contiguous()
-
-
-def without(seen: Observation, hidden: Sequence[str]) -> Observation:
-    """Return the observation without some of its views.
-
-    Raises:
-        NotSupportedError: nothing is left.
-    """
-    views = {n: v for n, v in seen.views.items() if n not in hidden}
-    if not views:
-        raise NotSupportedError("matching has nothing to match: only word-embedding rows were shared")
-    return Observation(
-        model=seen.model,
-        tensors={n: seen.tensors[n] for n in views},
-        views=views,
-        kind=seen.kind,
-        knowledge=seen.knowledge,
-        selection=seen.selection,
-    )

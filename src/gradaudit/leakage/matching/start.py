@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.labels import analytic_label
+from gradaudit.leakage.labels import known_labels
 from gradaudit.leakage.matching.layout import Layout, layout
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.types import Observation
@@ -49,16 +49,14 @@ def frame_of(seen: Observation, assumed_length: int) -> Layout:
 def first_labels(seen: Observation, frame: Layout) -> FirstLabels:
     """Return labels that are given or can be read, or even shares to learn from."""
     size, length = frame.ids.shape
-    model, device, known = seen.model, frame.ids.device, seen.knowledge.labels
+    model, device = seen.model, frame.ids.device
     if model.spec.task == "causal-lm":
         shares = torch.full((size, length, model.vocabulary_size), 1 / model.vocabulary_size, device=device)
         return FirstLabels(shares, True, "learned")
-    if known is not None:
-        return FirstLabels(torch.tensor(known, device=device), False, "given")
-    single = analytic_label(seen)
-    if single is not None:
-        return FirstLabels(torch.tensor([single], device=device), False, "read from the output layer")
-    return FirstLabels(torch.full((size, model.spec.labels), 1 / model.spec.labels, device=device), True, "learned")
+    values, how = known_labels(seen)
+    if values is not None:
+        return FirstLabels(values, False, how)
+    return FirstLabels(torch.full((size, model.spec.labels), 1 / model.spec.labels, device=device), True, how)
 
 
 def gaussian(frame: Layout, table: Tensor, norm: float, count: int, rng: torch.Generator) -> Tensor:

@@ -1,16 +1,16 @@
 """How a row is told from rows that were never in a batch, where a batch has more tokens than a row space directions.
 
 Two measures, each low for rows of the batch. What enters q, k and v has d entries, so past the width its row space is
-full; but not every row is equally easy to make from it, and `Leverage` says how hard it is. What enters the
+full; but not every row is equally easy to make from it, and its leverage says how hard it is. What enters the
 feed-forward's second matrix has several times d entries (3072 for a width of 768), of which its gradient holds d
 directions at most: with more tokens than that no row of the batch lies inside, but each lies nearer than others do,
-and `Outside` says how near.
+and its share outside says how near.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,25 +21,10 @@ _NOTHING = 1e-10
 """Shares of a row below this are rounding."""
 _COMMON = 192
 """Directions outside of the span in which any row is expected to lie, and which so tell less than the others."""
-
-
 _LEAST_SPREAD = 0.02
 """Where usual rows differ by less, the measure says nothing."""
-
-
 _LOUD = 0.1
 """Directions that have ten times the energy of the others are left out altogether."""
-
-
-class Measure(Protocol):
-    """How far a row is from being one of the batch's, as a logarithm; lower is nearer."""
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """(block, role) of the matrix whose inputs are measured."""
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the measure of rows [..., in], [...]."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +70,27 @@ def common_of(rows: Tensor, dimensions: int) -> Common:
 
 
 @dataclass(frozen=True)
-class Leverage:
-    """How hard a row is to make from what a block's gradients hold.
+class Measure:
+    """How far a row is from being one of the batch's, as a logarithm, per what is its own; lower is nearer.
 
     Args:
-        weights: [d, d] directions over their singular values.
-        common: of what enters the block.
-        key: block, and "q" for what enters q, k and v.
+        key: (block, role) of the matrix whose inputs are measured; role "q" for what enters q, k and v.
+        common: of what enters it.
+        away: of unit rows [..., in], how far each is, [...].
     """
 
-    weights: Tensor
-    common: Common
     key: tuple[int, str]
+    common: Common
+    away: Callable[[Tensor], Tensor]
 
     def __call__(self, rows: Tensor) -> Tensor:
+        """Return the measure of rows [..., in], [...]."""
         unit = torch.nn.functional.normalize(rows, dim=-1)
-        leverage = (unit @ self.weights.to(rows.dtype)).square().sum(-1)
-        return (leverage / self.common.own(unit)).log()
+        return (self.away(unit) / self.common.own(unit)).log()
 
 
-def leverage_of(stacked: Tensor, layer: int, usual: Tensor) -> Leverage:
-    """Return the leverage in a block's gradients.
+def leverage_of(stacked: Tensor, layer: int, usual: Tensor) -> Measure:
+    """Return the leverage in a block's gradients: how hard a row is to make from what they hold.
 
     Args:
         stacked: [out, d] float64.
@@ -115,34 +100,17 @@ def leverage_of(stacked: Tensor, layer: int, usual: Tensor) -> Leverage:
     _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
     strength = (values / values[0]).square() + _FLOOR**2
     unit = torch.nn.functional.normalize(usual.to(stacked), dim=-1)
-    return Leverage(vh.T * strength.rsqrt(), common_of(unit, unit.shape[1]), (layer, "q"))
+    weights = vh.T * strength.rsqrt()
+
+    def leverage(unit: Tensor) -> Tensor:
+        found: Tensor = (unit @ weights.to(unit.dtype)).square().sum(-1)
+        return found
+
+    return Measure((layer, "q"), common_of(unit, unit.shape[1]), leverage)
 
 
-@dataclass(frozen=True)
-class Outside:
-    """How much of what is a row's own lies outside of a matrix's row space.
-
-    Args:
-        span: [in, r] orthonormal columns.
-        outside: directions that rows of any text have outside of it.
-        common: of what enters the matrix.
-        key: block and role.
-    """
-
-    span: Tensor
-    outside: Common
-    common: Common
-    key: tuple[int, str]
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        unit = torch.nn.functional.normalize(rows, dim=-1)
-        inside = (unit @ self.span.to(rows.dtype)).square().sum(-1)
-        left = (self.outside.own(unit) - inside).clamp_min(_NOTHING)
-        return (left / self.common.own(unit)).log()
-
-
-def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Tensor) -> Outside:
-    """Return the share outside of a gradient's row space.
+def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Tensor) -> Measure:
+    """Return how much of what is a row's own lies outside of a gradient's row space.
 
     Args:
         matrix: [out, in] float64, in > out.
@@ -157,7 +125,12 @@ def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Ten
     unit = torch.nn.functional.normalize(usual.to(span), dim=-1)
     whole, rank = span.shape
     outside = common_of(unit - (unit @ span) @ span.T, whole - rank)
-    return Outside(span, outside, common_of(unit, whole), key)
+
+    def away(unit: Tensor) -> Tensor:
+        inside: Tensor = (unit @ span.to(unit.dtype)).square().sum(-1)
+        return (outside.own(unit) - inside).clamp_min(_NOTHING)
+
+    return Measure(key, common_of(unit, whole), away)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.prefixes import Attended, extension_residuals, prefix_residuals
+from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values, prefix_residuals
 from gradaudit.leakage.rowspace.subspace import (
     Candidates,
     Span,
@@ -161,12 +161,12 @@ def _from(
     grown: list[tuple[int, ...]] = []
     notes: list[str] = []
     tried = 0
-    attended = Attended(model, second.layer, start)
+    attended, inside = Attended(model, second.layer, start), [((second.layer, "q"), second.residual)]
     for position in range(min(rules.longest, model.max_length - start)):
         candidates = accepted.at(start + position)
         if len(candidates) == 0:
             break
-        residuals = extension_residuals(model, second, prefixes, candidates, start, attended)
+        residuals = leaf_values(attended, prefixes, candidates, inside)[0]
         limit = rules.row if rules.row is not None else cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED)
         tried += residuals.numel()
         fits = residuals < limit

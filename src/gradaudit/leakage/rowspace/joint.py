@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
 from gradaudit.leakage.rowspace.subspace import Span, span
-from gradaudit.models.base import TextModel
 from gradaudit.types import Observation
 
 _BLOCKS = 2
@@ -70,24 +69,16 @@ def joint(seen: Observation, roles: Sequence[str] = ("q", "k", "v")) -> Joint:
 
 
 @torch.no_grad()
-def joint_residuals(
-    model: TextModel,
-    spans: Sequence[Span],
-    prefixes: Tensor,
-    candidates: Tensor,
-    attended: Attended | None = None,
-) -> Tensor:
+def joint_residuals(attended: Attended, spans: Sequence[Span], prefixes: Tensor, candidates: Tensor) -> Tensor:
     """Return the geometric mean, over some row spaces, of how far each candidate lies after each prefix, [P, C].
 
     Args:
-        model: a decoder.
+        attended: what earlier positions' prefixes left, for as many blocks as the row spaces need.
         spans: row spaces.
         prefixes: [P, t] token ids, t may be 0.
         candidates: [C] token ids.
-        attended: what earlier positions' prefixes left, for as many blocks as the row spaces need.
     """
-    each = candidates.expand(len(prefixes), -1)
     measures = [((s.layer, s.roles[0]), s.residual) for s in spans]
-    values = leaf_values(model, prefixes, each, measures, attended=attended)
+    values = leaf_values(attended, prefixes, candidates, measures)
     mean: Tensor = values.clamp_min(_NOTHING).log().mean(0).exp()
     return mean

@@ -74,7 +74,7 @@ def grow_under_noise(seen: Observation, joint: Joint, rules: Rules) -> Grown:
     for position in range(min(rules.longest, model.max_length, longest)):
         candidates = words.after(prefixes)
         asked = torch.cat([candidates, decoys[~torch.isin(decoys, candidates)]])
-        residuals = joint_residuals(model, joint.spans, prefixes, asked, attended)
+        residuals = joint_residuals(attended, joint.spans, prefixes, asked)
         free = _free(model, prefixes, asked)
         limit, wrong = _limit(residuals[~free], size)
         residuals, free = residuals[:, : len(candidates)], free[:, : len(candidates)]
@@ -132,7 +132,9 @@ class _Words:
             step("every word of the vocabulary, position", position + 1)
             every = torch.arange(self._model.vocabulary_size, device=prefixes.device)
             every = every if self._named is None else self._named
-            nearest = joint_residuals(self._model, self._joint.first, prefixes[:_SAMPLES], every).amin(0)
+            spans = self._joint.first
+            attended = Attended(self._model, blocks_for((s.layer, s.roles[0]) for s in spans))
+            nearest = joint_residuals(attended, spans, prefixes[:_SAMPLES], every).amin(0)
             self._scanned[place] = every[nearest.topk(min(self._count, len(every)), largest=False).indices]
         return self._scanned[place]
 

@@ -200,7 +200,6 @@ class Crowd:
         for key, usual in self.usual.items():
             # what is common is learned from one half of the rows, and how far rows deviate from it from the other
             learned, measured = usual[::2], usual[1::2]
-            measure: Measure
             if key == (0, "q"):
                 continue  # it knows words, not what comes before them
             if key[1] == "p":
@@ -224,9 +223,9 @@ class Crowd:
         at_once, deeper = measures
         some = prefixes[:: max(1, len(prefixes) // _OTHERS)]
         if len(prefixes) > 2 * _OTHERS and len(words) > _KEPT:
-            low = self._rated(at_once, some, words.expand(len(some), -1)).mean(0).median(0).values
+            low = self._rated(at_once, some, words).mean(0).median(0).values
             words = words[low.topk(_KEPT, largest=False).indices]
-        values = self._rated(at_once, prefixes, words.expand(len(prefixes), -1))
+        values = self._rated(at_once, prefixes, words)
         usual = _usual(values)
         values = (values - usual[:, None]) / _tail(values, usual)
         many, short = _BRANCHES
@@ -237,7 +236,7 @@ class Crowd:
         total = values.gather(2, best.indices.expand(len(values), -1, -1))
         if deeper:
             every, place = torch.unique(children, return_inverse=True)
-            others = self._rated(deeper, some, every.expand(len(some), -1))
+            others = self._rated(deeper, some, every)
             usual = _usual(others)
             seen = (self._rated(deeper, prefixes, children) - usual[:, place]) / _tail(others, usual)
             total = torch.cat([total, seen])
@@ -256,10 +255,9 @@ class Crowd:
         return torch.cat([prefixes[parent], children[parent, child][:, None]], 1), kept.values
 
     def _rated(self, measures: Sequence[Deviation], prefixes: Tensor, words: Tensor) -> Tensor:
+        words = words.expand(len(prefixes), -1)
         self.tried += words.numel()
-        return leaf_values(
-            self.model, prefixes, words, [(one.measure.key, one) for one in measures], attended=self.attended
-        )
+        return leaf_values(self.attended, prefixes, words, [(one.measure.key, one) for one in measures])
 
     def _take_out(self, sentences: Iterable[tuple[int, ...]], ends: Ends) -> bool:
         """Take the sentences that were sent out of the gradient, and say whether there was one."""

@@ -32,13 +32,15 @@ class Attended:
     """
 
     def __init__(self, model: TextModel, blocks: int, start: int = 0) -> None:
-        self._model, self._blocks, self._start = model, blocks, start
+        self.model, self.start, self._blocks = model, start, blocks
         self._kept: dict[int, tuple[dict[tuple[int, ...], int], Past]] = {}
 
     def of(self, prefixes: Tensor) -> Past | None:
-        """Return the keys and values of prefixes [P, t], t above 0; None where they are too many to be kept."""
+        """Return the keys and values of prefixes [P, t]; None where they are too many to be kept."""
         length = prefixes.shape[1]
-        if 2 * prefixes.numel() * self._model.width * self._blocks * _FLOAT > _REMEMBERED:
+        if length == 0:
+            return ()
+        if 2 * prefixes.numel() * self.model.width * self._blocks * _FLOAT > _REMEMBERED:
             self._kept.clear()
             return None
         rows = [tuple(row) for row in prefixes.tolist()]
@@ -52,7 +54,7 @@ class Attended:
 
     def anew(self, prefixes: Tensor) -> Past:
         """Return the keys and values of prefixes without keeping them."""
-        return self._model.attended(self._blocks, prefixes, self._start)
+        return self.model.attended(self._blocks, prefixes, self.start)
 
     def _among(self, length: int, rows: list[tuple[int, ...]]) -> Past | None:
         known, past = self._kept.get(length, ({}, ()))
@@ -64,10 +66,10 @@ class Attended:
     def _run(self, ids: Tensor, before: Past = ()) -> Past:
         per_run = max(1, _ROWS // ids.shape[1])
         runs = [
-            self._model.attended(
+            self.model.attended(
                 self._blocks,
                 ids[at : at + per_run],
-                self._start,
+                self.start,
                 [(keys[at : at + per_run], values[at : at + per_run]) for keys, values in before],
             )
             for at in range(0, len(ids), per_run)
@@ -81,67 +83,36 @@ def blocks_for(keys: Iterable[tuple[int, str]]) -> int:
 
 
 @torch.no_grad()
-def extension_residuals(
-    model: TextModel,
-    span: Span,
-    prefixes: Tensor,
-    candidates: Tensor,
-    start: int = 0,
-    attended: Attended | None = None,
-) -> Tensor:
-    """Return the residual of every candidate as the next token of every prefix, [P, C].
+def leaf_values(attended: Attended, prefixes: Tensor, candidates: Tensor, measures: Measures) -> Tensor:
+    """Return measures of what enters some matrices for every candidate as the next token of its prefix.
 
     All candidates follow their prefix in one sequence as leaves of a tree: each attends to the prefix and to itself
     and sits at the same position, so a prefix is run once and not once a candidate.
 
     Args:
-        model: a decoder.
-        span: the span of the block whose inputs are tested (block 1 or deeper).
+        attended: what earlier positions' prefixes left, for as many blocks as the measures need, or more.
         prefixes: [P, t] token ids, t may be 0.
-        candidates: [C] token ids.
-        start: position of a prefix's first token, later than 0 where a batch was padded on the left.
-        attended: what earlier positions' prefixes left, for `span.layer` blocks.
-    """
-    each = candidates.expand(len(prefixes), -1)
-    return leaf_values(model, prefixes, each, [((span.layer, "q"), span.residual)], start, attended)[0]
-
-
-@torch.no_grad()
-def leaf_values(
-    model: TextModel,
-    prefixes: Tensor,
-    candidates: Tensor,
-    measures: Measures,
-    start: int = 0,
-    attended: Attended | None = None,
-) -> Tensor:
-    """Return measures of what enters some matrices for every candidate after its prefix; see `extension_residuals`.
-
-    Args:
-        model: a decoder.
-        prefixes: [P, t] token ids, t may be 0.
-        candidates: [P, C] token ids, each prefix's own.
+        candidates: [C] token ids, or each prefix's own, [P, C].
         measures: what is measured, and where.
-        start: as there.
-        attended: what earlier positions' prefixes left, for as many blocks as run, or more.
 
     Returns:
         [measures, P, C].
     """
+    candidates = candidates.expand(len(prefixes), -1)
     blocks = blocks_for(key for key, _ in measures)
-    before = Attended(model, blocks, start) if attended is None else attended
-    past = before.of(prefixes) if attended is not None and prefixes.shape[1] else None
+    past = attended.of(prefixes)
     leaves = max(1, min(candidates.shape[1], _LEAVES))
     per_run = max(1, _ROWS // (prefixes.shape[1] + leaves))
-    position, runs = start + prefixes.shape[1], []
+    position, runs = attended.start + prefixes.shape[1], []
     for at in range(0, len(prefixes), per_run):
         some = slice(at, at + per_run)
-        if past is not None:
-            behind: Past = [(keys[some], values[some]) for keys, values in past]
+        if past is None:
+            behind = attended.anew(prefixes[some])
         else:
-            behind = before.anew(prefixes[some]) if prefixes.shape[1] else ()
+            behind = [(keys[some], values[some]) for keys, values in past]
         parts = torch.split(candidates[some], leaves, 1)
-        runs.append(torch.cat([_measured(model, behind[:blocks], part, measures, position) for part in parts], 2))
+        rows = [_measured(attended.model, behind[:blocks], part, measures, position) for part in parts]
+        runs.append(torch.cat(rows, 2))
     return torch.cat(runs, 1)
 
 

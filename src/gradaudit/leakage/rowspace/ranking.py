@@ -26,8 +26,6 @@ _POSITIONS = 24
 """Positions whose common part is removed, and over which a word's row is averaged: sentences are about that long."""
 _SAMPLED, _APART = 16, 4
 """A position's common part is the mean of every 16th word; a word's row is averaged over every fourth position."""
-_WORDS = 12
-"""Directions of a sentence, where their number does not show."""
 _FLOOR = 0.1
 """A word of which less than this share is left resembles those already taken too much to be judged."""
 _SHARED = 1e-3
@@ -94,33 +92,6 @@ def shrunk(stacked: Tensor) -> Tensor:
     kept = above > 0
     directions: Tensor = above[kept, None] * vh[kept] / above.max().clamp_min(1e-300)
     return directions
-
-
-@torch.no_grad()
-def likeliest_words(model: TextModel, stacked: Tensor, count: int, size: int, level: float = 0.1) -> list[int]:
-    """Return so many words, likeliest first: what the pursuit takes, then the others by their share in the span.
-
-    Where few coordinates were sent the pursuit stops early, having misjudged a word and taken its direction out of the
-    others; the plain order has then more of the batch's words among twice as many.
-
-    Args:
-        model: the model.
-        stacked: as `rank_words` has it.
-        count: how many.
-        size: sentences of the batch; so many times 12 directions are taken for the batch's.
-        level: false-discovery rate up to which the pursuit is followed.
-    """
-    taken = [word.token for word in rank_words(model, stacked, count, level)]
-    _, _, vh = torch.linalg.svd(stacked, full_matrices=False)
-    span = vh[: min(_WORDS * size, len(vh) // 2)]
-    share = torch.zeros(model.vocabulary_size, device=stacked.device)
-    for position in range(0, min(_POSITIONS, model.max_length) if model.absolute_positions else 1, _APART):
-        rows = model.first_inputs(position)
-        rows = rows - rows.mean(0)
-        inside = (rows @ span.T.to(rows)).square().sum(1) / rows.square().sum(1).clamp_min(1e-30)
-        share = torch.maximum(share, inside)
-    share[sorted({*model.special.ids, *taken})] = -1.0
-    return [*taken, *share.topk(max(0, count - len(taken))).indices.tolist()]
 
 
 @torch.no_grad()
