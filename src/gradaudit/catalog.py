@@ -1,7 +1,5 @@
 """What there is to choose from: `gradaudit list` and `show`, derived from the registry and the dataclasses."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

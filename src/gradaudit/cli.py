@@ -3,8 +3,6 @@
 One file because it is the list of all commands, each of which is a few lines.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

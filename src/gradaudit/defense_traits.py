@@ -4,8 +4,6 @@ A defense says its traits (`defenses.base.Defense.traits`), an attack those that
 file names a defense: a new one is countered, refused or flagged by what it says of itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 

@@ -1,7 +1,5 @@
 """`gradaudit demo`: a real model's update, two settings, what leaks; in two minutes on two cores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

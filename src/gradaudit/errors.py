@@ -1,7 +1,5 @@
 """The errors a user can cause, each one clear sentence, and the exit codes of the program."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from enum import IntEnum

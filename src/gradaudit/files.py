@@ -1,7 +1,5 @@
 """Files that a kill cannot leave half written, folders that one program at a time writes, and tensors of others."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """When an evaluation cannot be trusted as it stands: each flag has a section of its name in docs/flags.md."""
 
-from __future__ import annotations
-
 FLAGS: dict[str, str] = {
     "blind-not-beaten": "the attack scored no higher than a guess made without any gradient",
     "defense-not-modeled": "the update was defended and the attack does not know of defenses: read it as a lower bound",

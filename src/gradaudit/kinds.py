@@ -1,7 +1,5 @@
 """Kinds of data: what differs from text to images stands in one file of each room, and is looked up through this."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """What the program asks of its machine, once, before it computes anything."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progress of long work: an attack says `track(range(steps), "matching")`; whoever runs it decides how to show it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -4,8 +4,6 @@
 and what was recovered, are readable by their owner alone, and are what `gradaudit report --show-text` reads.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import math

@@ -4,8 +4,6 @@ Files beside the built-in ones are imported on first use; other packages add the
 "gradaudit.plugins" (each entry names a module to import).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """Scores of each kind of data: what they are called, in which unit they stand, and which end of them leaks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

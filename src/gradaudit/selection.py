@@ -1,7 +1,5 @@
 """Which gradients the attacker sees: "all", "0-2:q,k,v", "*:f,p", "embeddings", "head", joined by spaces or ";"."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

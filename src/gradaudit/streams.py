@@ -1,7 +1,5 @@
 """Random streams: one a stage, all derived from one seed, the same on every device."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Where long work keeps what it has finished: attacks ask for it, whoever runs them says where it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """The claims check: the epsilon that a declared mechanism really supports, for each unit of privacy."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

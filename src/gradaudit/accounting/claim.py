@@ -1,7 +1,5 @@
 """A claim: what somebody says of a mechanism that protects the updates, as a [[claim]] table."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

@@ -1,7 +1,5 @@
 """Epsilon of noise: Gaussian exactly, Laplace by RDP, sampled Gaussian by four accountants side by side."""
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings

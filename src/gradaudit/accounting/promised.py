@@ -1,7 +1,5 @@
 """What a case's own defenses promise for one update, whatever attack comes; apart from what attacks recover."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The blind baseline: the best guess without any gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

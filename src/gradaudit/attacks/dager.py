@@ -1,7 +1,5 @@
 """DAGER: exact inversion from the low rank of attention gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

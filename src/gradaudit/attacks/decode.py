@@ -1,7 +1,5 @@
 """Exact decoding: batches back from their attention gradients, exactly and with proof, dropout on or off."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """DLG: gradient matching with squared L2."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Exchange: words exchanged one by one for those that make the guess's update more like the one that was seen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """GI-GIP: inverting gradients with a generator as prior."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

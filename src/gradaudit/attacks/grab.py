@@ -1,7 +1,5 @@
 """Grab: continuous matching with learned dropout masks, and beam search over tokens, in rounds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

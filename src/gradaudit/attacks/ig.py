@@ -1,7 +1,5 @@
 """IG: inverting gradients of images by cosine, total variation and signed Adam."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """LAMP: cosine matching with discrete edits between the steps, and a language model's opinion where one is at hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """LTI for images: a network that learned, on public images, to read defended updates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar

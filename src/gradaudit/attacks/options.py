@@ -1,7 +1,5 @@
 """Fields that several attacks have, each with its meaning and the source of its default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gradaudit.registry import hyper

@@ -1,7 +1,5 @@
 """TAG: gradient matching with squared L2 and L1."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """One batch: the client sends its update, the attack reads it, the judge compares."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from typing import Any

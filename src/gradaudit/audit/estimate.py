@@ -1,7 +1,5 @@
 """What a case will cost before it is run: measured on its first batch, not guessed."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

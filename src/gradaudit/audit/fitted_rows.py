@@ -1,7 +1,5 @@
 """What an inverter was fitted to, as hashes beside it: nobody audits an attack on what it learned from."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attacks that learn: what they are fitted to, from which public text, and where the result is kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, replace

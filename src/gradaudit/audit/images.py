@@ -1,7 +1,5 @@
 """What a case of images loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

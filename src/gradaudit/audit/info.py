@@ -1,7 +1,5 @@
 """What a run's folder says of itself."""
 
-from __future__ import annotations
-
 import platform
 from dataclasses import asdict
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """What each kind of data loads for a case."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

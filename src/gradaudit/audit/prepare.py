@@ -1,7 +1,5 @@
 """What a case names, loaded and checked before any batch runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The attacker's own text: nothing of it is in an audited batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

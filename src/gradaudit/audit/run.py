@@ -1,7 +1,5 @@
 """Case -> Record: runs a case batch by batch, keeps what is finished, and goes on where it stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

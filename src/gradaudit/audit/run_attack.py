@@ -1,7 +1,5 @@
 """One attack on one observation, timed, its failure kept as a sentence."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a case of text loads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--fail-on`: thresholds on a run's mean scores, for use in a pipeline."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Collection, Sequence

@@ -4,8 +4,6 @@ A bundle comes from elsewhere and is not trusted: nothing in it is run or unpick
 its own folder are read, and no more memory is taken than its model has parameters.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`gradaudit.capture`: writes the update of one step of the user's own PyTorch loop as a bundle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

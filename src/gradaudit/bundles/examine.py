@@ -1,7 +1,5 @@
 """Attack a bundle without truth: what `gradaudit attack` prints."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The model that a bundle names or holds: read as untrusted as the rest of the bundle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A client sends an update a round, often of the same data. A sentence that was re
 attacked: where a batch has too many tokens (`leakage/crowd.py`) it is tested exactly, taken out, and the rest is fewer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

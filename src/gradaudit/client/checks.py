@@ -1,7 +1,5 @@
 """What a client cannot be: defenses in an order that does not act, or on what its model does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense

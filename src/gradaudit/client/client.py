@@ -1,7 +1,5 @@
 """The client's side: a private batch goes in, an update comes out, and only an `Observation` passes the wall."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace

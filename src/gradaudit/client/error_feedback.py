@@ -1,7 +1,5 @@
 """Rounds of a client with error feedback: what its compression leaves out is held back and added to the next update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

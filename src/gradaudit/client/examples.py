@@ -1,7 +1,5 @@
 """A private batch as the model that trains on it takes it: each kind of data has a file of its own."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A batch of images as a model trains on it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 
 import torch

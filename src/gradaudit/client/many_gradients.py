@@ -1,7 +1,5 @@
 """The gradients of many batches in one pass: each is made from its factors, parameter by parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from weakref import WeakKeyDictionary
 

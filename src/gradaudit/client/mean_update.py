@@ -1,7 +1,5 @@
 """The mean update of a round's clients, what a server applies: made together where its law is known."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 

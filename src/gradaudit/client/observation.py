@@ -1,7 +1,5 @@
 """What passes the wall: the selected part of an update, and what the attacker is given beside it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The client, replayed on public images: what a learned attack on images is trained on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

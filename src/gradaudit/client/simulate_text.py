@@ -1,7 +1,5 @@
 """The client, replayed on public text: what a learned attack is trained on. No private batch is in here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A client that is replayed on public data, and what is seen of its updates."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

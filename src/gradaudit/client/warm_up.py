@@ -1,7 +1,5 @@
 """Adapters as they are after some rounds: a few steps on text that no audit is about."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Text and label columns of a table: which one is meant, and what its values are."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Which rows make up which batch: the papers' draw."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from gradaudit.data.spec import DataSpec, SourceSpec

@@ -1,7 +1,5 @@
 """Files and hub data sets, found and read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gradaudit.data.columns import pick

@@ -1,7 +1,5 @@
 """Text for an attacker who has none: words drawn one by one by their frequency in a language (package wordfreq)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from gradaudit.errors import BadInputError

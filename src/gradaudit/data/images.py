@@ -1,7 +1,5 @@
 """Where private images come from: the digits of scikit-learn, a parquet file, a folder of classes, or a hub id."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import warnings

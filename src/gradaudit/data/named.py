@@ -1,7 +1,5 @@
 """Data sets that a case calls by name: where a local copy lies, its layout, and what the hub has in its place."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Images as PNG: their content for records and reports, and files of them."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Sequence

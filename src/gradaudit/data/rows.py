@@ -1,7 +1,5 @@
 """Rows of one data source beside the model that reads them: what the audit and utility ask of any kind of data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Which parts of a text are likely sensitive, by their form alone."""
 
-from __future__ import annotations
-
 import re
 
 _TITLES = frozenset(["Mr", "Mrs", "Ms", "Miss", "Mx", "Dr", "Prof", "Professor", "Sir", "Madam"])

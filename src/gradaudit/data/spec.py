@@ -1,7 +1,5 @@
 """Which data a case names, and how its batches are drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 

@@ -1,7 +1,5 @@
 """Local files as columns: csv, tsv, jsonl and parquet, each mistake one sentence with its line."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

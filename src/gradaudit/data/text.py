@@ -1,7 +1,5 @@
 """Where the private batches come from: the embedded sample, a local file, or a hub id."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

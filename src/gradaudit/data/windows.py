@@ -1,7 +1,5 @@
 """Rows joined and cut into windows of equally many tokens, as language models are trained on them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

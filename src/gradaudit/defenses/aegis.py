@@ -1,7 +1,5 @@
 """AEGIS' idea: send nothing of queries, keys and values, and blur the two other places that name words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

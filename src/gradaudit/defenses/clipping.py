@@ -1,7 +1,5 @@
 """Clipping of the finished update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

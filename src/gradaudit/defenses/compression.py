@@ -1,7 +1,5 @@
 """Compression of the update: signs, the largest coordinates, or fewer bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Error feedback: what compression leaves out of a round's update is added to the next one's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

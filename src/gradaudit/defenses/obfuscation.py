@@ -1,7 +1,5 @@
 """Token obfuscation: the client trains on other words than its text has."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

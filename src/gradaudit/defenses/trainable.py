@@ -1,7 +1,5 @@
 """Defenses by what is trained and how: frozen parameters, and dropout."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

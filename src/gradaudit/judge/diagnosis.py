@@ -1,7 +1,5 @@
 """Which failed where the truth was not found: the optimizer or the objective."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

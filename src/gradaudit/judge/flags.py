@@ -1,7 +1,5 @@
 """When an evaluation cannot be trusted as it stands."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a judge says, whatever the data: scores, whether all was found, and what goes into the record."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Self, TypeVar

@@ -1,7 +1,5 @@
 """The spectrum of a block's gradient, for records and reports."""
 
-from __future__ import annotations
-
 import torch
 
 from gradaudit.leakage.rowspace.subspace import gap_rank, stack

@@ -1,7 +1,5 @@
 """From stand-ins back to words, for an attacker who was told that the client trained on stand-ins."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Labels from the gradient of the output layer, where that is exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

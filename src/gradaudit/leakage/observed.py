@@ -1,7 +1,5 @@
 """What was seen, as matching and decoding take it: gradient units, whose rows are hidden, which tokens are nearest."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What an attacker knows before seeing any gradient: the frequent words of English, the mean of public images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any

@@ -1,7 +1,5 @@
 """An inverter on disk: a manifest of plain values beside tensors, for text and for images."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Ridge regression with its own leave-one-out predictions, in closed form."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How features are scaled before a network or a kernel reads them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Training of the network: Adam, a schedule, early stopping by public validation, checkpoints that survive a kill."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """One-to-one matching of originals and guesses."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

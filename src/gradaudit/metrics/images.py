@@ -1,7 +1,5 @@
 """Scores of recovered images against the originals, matched one to one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 No package carries AlexNet's weights, and nothing is fetched here. `docs/cli.md` says how the file is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ROUGE F1 by the rouge-score package, without stemming, 0 to 100."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

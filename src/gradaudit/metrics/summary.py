@@ -1,7 +1,5 @@
 """Means over batches with bootstrap intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

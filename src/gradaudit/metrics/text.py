@@ -1,7 +1,5 @@
 """Scores of recovered text against the originals: ours, and the papers' own for comparison."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import unicodedata

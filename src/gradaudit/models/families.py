@@ -4,8 +4,6 @@ The blocks themselves are transformers' own modules; nothing of a model is writt
 add a class with the same attributes and list it in `FAMILIES`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Local training, one loop for all who train or follow a training: clients, adapters' warm-up, attacks that replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 

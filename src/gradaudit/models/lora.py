@@ -1,7 +1,5 @@
 """LoRA through peft: small adapters are trained in place of the matrices they stand beside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a model is to this program: its parameters, its roles, and pure functions of them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

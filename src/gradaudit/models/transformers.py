@@ -3,8 +3,6 @@
 One file because it is one class, whose methods all work on the same patched modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

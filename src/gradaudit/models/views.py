@@ -1,7 +1,5 @@
 """Views: which part of which parameter is the matrix of a role."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

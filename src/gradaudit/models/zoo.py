@@ -1,7 +1,5 @@
 """Names a user may write for a model, and how each becomes a `TransformersModel`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The frontier as a page and as a drawing: `frontier.html` and an SVG a batch size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recovered images beside the originals: blanked by default, and within a budget."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

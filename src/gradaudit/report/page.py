@@ -1,7 +1,5 @@
 """What the report says of each kind of data in its own words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

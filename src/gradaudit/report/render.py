@@ -1,7 +1,5 @@
 """From a run's folder to `report.html`: one offline file without scripts, at most a megabyte."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass

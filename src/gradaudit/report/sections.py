@@ -1,7 +1,5 @@
 """The report's sections as plain data: what the template prints, decided here and tested without a page."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The singular values of a block's gradient as an inline SVG drawing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

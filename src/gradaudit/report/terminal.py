@@ -1,7 +1,5 @@
 """What people see in the terminal: progress bars on standard error, tables, and recovered text made harmless."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

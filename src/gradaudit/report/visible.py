@@ -1,7 +1,5 @@
 """Untrusted text made visible: no character of a recovered text may act on the page that shows it."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable

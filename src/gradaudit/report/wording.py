@@ -1,7 +1,5 @@
 """The report's fixed words: what each knowledge item, mark, certificate and diagnosis means to a reader."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from gradaudit.record import Interval

@@ -1,7 +1,5 @@
 """Leakage against utility: which defense stops the attacks at what cost, and which one to take."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How leakage of images is told on a frontier."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gradaudit.record import Interval, Record, Summary

@@ -1,7 +1,5 @@
 """How leakage is told on a frontier, from 0 to 100, whatever the data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

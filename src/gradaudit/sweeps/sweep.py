@@ -1,7 +1,5 @@
 """A sweep: one case and axes along which it varies; every point is a case of its own, in a folder of its own."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import itertools

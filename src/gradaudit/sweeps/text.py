@@ -1,7 +1,5 @@
 """How leakage of text is told on a frontier."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gradaudit.record import Interval, Record, Summary

@@ -1,7 +1,5 @@
 """What a defense costs: the model fine-tuned through the very client that is audited, and tested on rows left out."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """When an audit of images says "leaks": rules and sentences, as `verdict` has them for text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from gradaudit.record import Record, Summary

@@ -1,7 +1,5 @@
 """How a setting is judged, and what each kind of data brings to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The verdict: one plain sentence for a privacy officer, and the rule that produced it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

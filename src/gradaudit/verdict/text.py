@@ -1,7 +1,5 @@
 """When an audit of text says "leaks": rules, thresholds and sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from gradaudit.record import Interval, Record, SentenceMarks, Summary

@@ -3,8 +3,6 @@
 One file because it is one search, whose stages hand the same state on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ step. Flipping coordinates while that brings the masked row nearer to the span m
 is rounding, so the test for membership is as sharp as without dropout.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

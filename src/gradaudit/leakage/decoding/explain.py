@@ -1,7 +1,5 @@
 """Does a set of sentences explain a gradient: their labels, and the share of it that they leave unexplained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

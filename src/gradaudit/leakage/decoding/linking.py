@@ -6,8 +6,6 @@ same for all heads, is the sentence of token i: sparse subspace clustering with 
 changes S, not its support.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ Matching the two by an assignment places words and needs no search. What is left
 first blocks: the sentence whose own gradient is most like the one that was sent, tensor by tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations

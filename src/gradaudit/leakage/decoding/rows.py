@@ -1,7 +1,5 @@
 """Every row of block 0 from its row space: which token at which position, how often, and what dropout kept of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ in or to prove it: the likeness of its own gradient to what is left of the one s
 that is taken off before the next sentence is looked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

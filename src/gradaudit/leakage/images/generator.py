@@ -1,7 +1,5 @@
 """A small generator of images, learned from public ones: what an attacker takes private images to look like."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """How badly images explain an update: the defenses that the attacker was told of, as a law of what is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Everything is batched over guesses: images are [N, B, C, H, W] and an objective 
 evaluated together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """From a reading to the likeliest images: what explains the update, not farther from the reading than readings are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

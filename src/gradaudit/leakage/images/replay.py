@@ -4,8 +4,6 @@ As `replay` for text. Read as one gradient, such a change is fitted by the true 
 rate times steps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -5,8 +5,6 @@ candidate; a batch's gradient is a sum over its sentences, so here only the chan
 once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Many guesses measured together: ranked by a share of each matrix first, the best of them in full."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """What matching measures in place of plain differences when the attacker knows of a defense."""
 
-from __future__ import annotations
-
 from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching.distances import Distance, Normalized, OnSupport, WrongSigns

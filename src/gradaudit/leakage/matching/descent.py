@@ -1,7 +1,5 @@
 """Continuous optimization of a guess: word vectors, labels and dropout masks by Adam, all candidates at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

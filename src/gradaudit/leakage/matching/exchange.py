@@ -1,7 +1,5 @@
 """Words of a guess exchanged one by one: proposed by slope, judged by the likeness itself, until nothing helps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The frame of a guess: how many sentences and positions, which slots hold known special tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The loop that DLG and TAG share: Gaussian starts, Adam or L-BFGS, nearest tokens at the end."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,8 +7,6 @@ by them (`leakage.factored`): nothing of the model's size stays in a graph.
 One file because it is one objective, whose parts share what a pass computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial

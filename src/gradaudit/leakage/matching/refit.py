@@ -6,8 +6,6 @@ tells neighbors apart (a tenth of a percent on MiniLM). Masks that are learned a
 and in as few steps, leave the true text nearest, by 8% to two times (two texts, by hand; one is tests/test_refit.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

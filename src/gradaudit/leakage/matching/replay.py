@@ -3,8 +3,6 @@
 Read as one gradient, such a change is fitted by the true batch only to first order in learning rate times steps.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

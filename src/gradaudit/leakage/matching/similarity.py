@@ -1,7 +1,5 @@
 """How like the update of a guess of words is to the one that was seen, and which words would make it more so."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

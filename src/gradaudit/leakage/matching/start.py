@@ -1,7 +1,5 @@
 """What matching attacks start from: slots, labels and a pool of first guesses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

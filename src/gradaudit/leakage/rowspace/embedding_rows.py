@@ -1,7 +1,5 @@
 """Words that the word embedding's own gradient names: a row that is not zero belongs to a token of the batch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ directions at most: with more tokens than that no row of the batch lies inside, 
 and its share outside says how near.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

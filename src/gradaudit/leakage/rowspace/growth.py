@@ -1,7 +1,5 @@
 """Sentences of a decoder, token by token: which tokens lie in block 0's span, and which prefixes in block 1's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 

@@ -6,8 +6,6 @@ output, whose noise is the same. And what enters the feed-forward's second matri
 which wrong rows fill more.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ the noise, and with it the largest value that noise alone could have. What stand
 multiple of the noise is known up to an angle that theory gives (Benaych-Georges and Nadakuditi, 2012).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 As `leakage.growth`, but no row fits exactly: wrong rows pass now and then, and are told by what follows them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

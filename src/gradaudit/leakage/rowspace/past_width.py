@@ -8,8 +8,6 @@ whose end lies in it was there. Its own gradient is then taken out; the next rou
 the rest is grown as ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Growing sentences of a decoder: which tokens may follow a prefix, by the span of a deeper block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ A first row of block 1 is what block 0 makes of the first token's attention to t
 those of (word, position) pairs, which are few, so that only one row a sentence goes through the wide part of the block.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ question of multiple testing in a given order, answered by ForwardStop (G'Sell, 
 2016).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

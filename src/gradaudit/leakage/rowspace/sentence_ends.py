@@ -5,8 +5,6 @@ sentences, of a signal a times the input x of the sentence's last token. Its row
 are sentences, and the share x^T M^+ a of a sentence's own a x^T tells under which labels, and how often, it was there.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

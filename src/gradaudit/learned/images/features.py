@@ -1,7 +1,5 @@
 """The numbers of an update of one image as a kernel compares them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

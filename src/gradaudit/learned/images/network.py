@@ -1,7 +1,5 @@
 """LTI's network for images: a multilayer perceptron from an update's numbers to pixels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

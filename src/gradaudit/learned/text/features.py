@@ -1,7 +1,5 @@
 """From updates to the network's inputs: hashed, and scaled bin by bin to what simulated updates have there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Fitting an inverter of text: what is shown and what is held out, who reads, and what word pairs add."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

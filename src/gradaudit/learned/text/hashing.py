@@ -1,7 +1,5 @@
 """Feature hashing of updates: each coordinate goes to one bin, told by integers alone; no matrix is stored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise

@@ -4,8 +4,6 @@ An inverter may come from elsewhere and is not trusted: nothing is unpickled or 
 the file's header before anything is allocated.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

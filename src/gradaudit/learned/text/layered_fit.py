@@ -1,7 +1,5 @@
 """Fitting a reader by layers: a linear guess first, then a network on guesses of updates it was not fitted to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

@@ -6,8 +6,6 @@ map, a first guess of the word vector at every position; and one small network, 
 position from both, its neighbors' beside its own. An update is then as many examples as it has positions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """LTI's network: hashed update -> hidden -> a hidden vector a position -> one shared layer over the vocabulary."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

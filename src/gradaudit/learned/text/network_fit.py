@@ -1,7 +1,5 @@
 """Fitting LTI's network: public updates are simulated, hashed and learned from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

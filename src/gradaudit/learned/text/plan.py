@@ -1,7 +1,5 @@
 """What an attack on text sets out to learn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """What the public model and text say of words before anything is learned from updates."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
