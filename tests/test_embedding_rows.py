@@ -9,7 +9,7 @@ import torch
 
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.embedding_rows import words_of
-from gradaudit.leakage.rowspace.growth import AcceptedTokens, Rules
+from gradaudit.leakage.rowspace.growth import AcceptedTokens, GrowthRules
 from gradaudit.leakage.rowspace.past_width import Crowd
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.registry import build
@@ -97,9 +97,9 @@ def test_a_word_that_is_not_named_is_not_accepted_under_noise_either(load):
 def test_past_the_width_of_block_0_too_the_named_words_are_tried(load):
     model = load("gpt2")
     seen, named = seen_of(Client(model), batch_of(model, sentences([4, 3], 5))), torch.tensor([9, 11])
-    crowd = Crowd(seen, Rules(words=named))
+    crowd = Crowd(seen, GrowthRules(words=named))
     assert crowd._likely_words(lambda rows: rows[:, 0], 0) is named
-    assert len(Crowd(seen, Rules())._likely_words(lambda rows: rows[:, 0], 0)) > 2
+    assert len(Crowd(seen, GrowthRules())._likely_words(lambda rows: rows[:, 0], 0)) > 2
 
 
 @pytest.mark.parametrize("family", DECODERS)

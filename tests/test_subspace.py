@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.subspace import (
-    Candidates,
+    NearTokens,
     Span,
     VocabularyCheck,
     cut_by_gap,
@@ -214,7 +214,7 @@ def test_threshold_is_in_bounds_and_no_residual_is_near_it(residuals):
     widest = (HIGH / LOW) ** (1 / (inside + 1))  # at least the mean gap
     for r in residuals:
         assert max(cut / r, r / cut) > math.sqrt(widest) * 0.999 or not LOW < r < HIGH
-    kept = Candidates(torch.arange(len(rows)), rows, torch.zeros_like(rows)).below(cut)
+    kept = NearTokens(torch.arange(len(rows)), rows, torch.zeros_like(rows)).below(cut)
     assert kept.residuals.tolist() == [r for r in residuals if r < cut]
 
 

@@ -127,6 +127,15 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
     return any(module == f"gradaudit.{room}" or module.startswith(f"gradaudit.{room}.") for room in rooms)
 
 
+def test_no_two_classes_have_one_name():
+    where: dict[str, str] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in where, f"{node.name} is in {where[node.name]} and in {module}"
+                where[node.name] = module
+
+
 def test_the_import_reader_sees_what_is_there():
     assert "gradaudit.client.client" in IMPORTS["gradaudit.judge.diagnosis"]
     assert "gradaudit.leakage.rowspace.subspace" in IMPORTS["gradaudit.attacks.dager"]
@@ -182,7 +191,7 @@ def test_the_attack_side_reaches_its_own_rooms_alone(module):
 @pytest.mark.parametrize("module", side("attacks"))
 def test_attacks_do_not_import_each_other(module):
     others = {m for m in IMPORTS[module] if within(m, ("attacks",))}
-    assert others <= {"gradaudit.attacks", "gradaudit.attacks.base"}
+    assert others <= {"gradaudit.attacks", "gradaudit.attacks.base", "gradaudit.attacks.options"}
 
 
 def mentions(name: str, word: str) -> bool:

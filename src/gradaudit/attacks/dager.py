@@ -12,7 +12,7 @@ from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.rowspace.embedding_rows import words_of
-from gradaudit.leakage.rowspace.growth import ROUNDING, UNRELATED, AcceptedTokens, Rules, grow
+from gradaudit.leakage.rowspace.growth import ROUNDING, UNRELATED, AcceptedTokens, GrowthRules, grow
 from gradaudit.leakage.rowspace.joint import Joint, joint
 from gradaudit.leakage.rowspace.noisy_growth import grow_under_noise
 from gradaudit.leakage.rowspace.past_width import Crowd, is_full
@@ -163,9 +163,9 @@ class Dager(Attack):
         note = _NOISY if grown.sentences else "not identifiable: no text lies in what stands above the noise"
         return Reconstruction(sequences=tuple(grown.sentences), notes=(note, *grown.notes), details=details)
 
-    def _rules(self, seen: Observation) -> Rules:
+    def _rules(self, seen: Observation) -> GrowthRules:
         paper = self.threshold == "paper"
-        return Rules(
+        return GrowthRules(
             token=self.token_tolerance if paper else None,
             row=self.sentence_tolerance if paper else None,
             longest=self.max_length,

@@ -15,7 +15,7 @@ from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, loo
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
 from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.rowspace.deflation import matrices
-from gradaudit.leakage.rowspace.growth import Rules, grow
+from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.registry import hyper, register
@@ -247,7 +247,7 @@ class Decode(Attack):
             )
         if second.rank >= seen.model.width:
             return Reconstruction(sequences=(), notes=(_FULL,), details=_ranks(first))
-        grown = grow(seen, first, second, Rules(longest=self.max_length))
+        grown = grow(seen, first, second, GrowthRules(longest=self.max_length))
         size = seen.knowledge.batch_size or len(grown.sentences)
         notes, details = grown.notes, _ranks(first)
         labels, certificates = None, ("likely",) * len(grown.sentences)

@@ -10,7 +10,7 @@ from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import ANYTHING, Trait
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.learned.manifest import Target
-from gradaudit.learned.public import Public, TextSimulation
+from gradaudit.learned.public import Public, ReplaysText
 from gradaudit.learned.text.fit import fit_inverter
 from gradaudit.learned.text.inverter import load_inverter, save_inverter
 from gradaudit.learned.text.plan import Plan
@@ -61,7 +61,7 @@ class Lti(Plan, Attack):
 
     def fit(
         self,
-        simulate: TextSimulation,
+        simulate: ReplaysText,
         public: Public,
         target: Target,
         model: TextModel,

@@ -13,7 +13,7 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.images.likelihood import LAWS, ImageEvidence, has_law
 from gradaudit.leakage.images.posterior import likeliest_images
 from gradaudit.leakage.labels import known_labels
-from gradaudit.learned.images.fit import ImagePlan, ImageSimulation, fit_image_inverter
+from gradaudit.learned.images.fit import ImagePlan, ReplaysImages, fit_image_inverter
 from gradaudit.learned.images.inverter import ImageInverter, load_image_inverter, save_image_inverter
 from gradaudit.learned.manifest import Target
 from gradaudit.models.images import ImageModel
@@ -73,7 +73,7 @@ class LtiImages(ImagePlan, Attack[ImageModel]):
 
     def fit(
         self,
-        simulate: ImageSimulation,
+        simulate: ReplaysImages,
         public: PublicImages,
         target: Target,
         model: ImageModel,

@@ -86,7 +86,7 @@ class Part:
     noise: Tensor | None = None
 
 
-class TextSimulation(Protocol):
+class ReplaysText(Protocol):
     """Replays the client, its defenses included, on public text."""
 
     @property

@@ -120,7 +120,7 @@ def distance_by_compiled_step(
             found.lengths[length], found.said = False, _reason(error)
         if not found.lengths[length]:
             return None, found.said
-    value: Tensor = _Run.apply(found.run, 2 + len(values), *inputs)  # type: ignore[no-untyped-call]
+    value: Tensor = _CompiledRun.apply(found.run, 2 + len(values), *inputs)  # type: ignore[no-untyped-call]
     return value, "yes"
 
 
@@ -130,7 +130,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:200]
 
 
-class _Run(torch.autograd.Function):
+class _CompiledRun(torch.autograd.Function):
     """A compiled step in an ordinary graph: its slopes were found beside its value."""
 
     @staticmethod

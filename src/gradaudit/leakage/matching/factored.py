@@ -113,7 +113,7 @@ def of_products(matrices: Sequence[Product], distance: Distance, of: int = 1) ->
         return _total(found)
     targets = [m.observed for m in matrices]
     factors = [*(m.slope for m in matrices), *(m.read for m in matrices)]
-    value: Tensor = _Products.apply(targets, distance, of, *factors)  # type: ignore[no-untyped-call]
+    value: Tensor = _FactoredProducts.apply(targets, distance, of, *factors)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -146,7 +146,7 @@ class _Whole(torch.autograd.Function):
         return ctx.slope * outer[:, None, None], None, None, None
 
 
-class _Products(torch.autograd.Function):
+class _FactoredProducts(torch.autograd.Function):
     """The distance of matrices by their factors.
 
     The derivative is carried back to the factors in the forward pass already, while each matrix is at hand; what it

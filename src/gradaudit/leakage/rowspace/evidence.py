@@ -68,7 +68,7 @@ def common_of(rows: Tensor, dimensions: int) -> Common:
 
 
 @dataclass(frozen=True)
-class Measure:
+class WordMeasure:
     """How far a row is from being one of the batch's, as a logarithm, per what is its own; lower is nearer.
 
     Args:
@@ -87,7 +87,7 @@ class Measure:
         return (self.away(unit) / self.common.own(unit)).log()
 
 
-def leverage_of(stacked: Tensor, layer: int, usual: Tensor) -> Measure:
+def leverage_of(stacked: Tensor, layer: int, usual: Tensor) -> WordMeasure:
     """Return the leverage in a block's gradients: how hard a row is to make from what they hold.
 
     Args:
@@ -104,10 +104,10 @@ def leverage_of(stacked: Tensor, layer: int, usual: Tensor) -> Measure:
         found: Tensor = (unit @ weights.to(unit.dtype)).square().sum(-1)
         return found
 
-    return Measure((layer, "q"), common_of(unit, unit.shape[1]), leverage)
+    return WordMeasure((layer, "q"), common_of(unit, unit.shape[1]), leverage)
 
 
-def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Tensor) -> Measure:
+def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Tensor) -> WordMeasure:
     """Return how much of what is a row's own lies outside of a gradient's row space.
 
     Args:
@@ -128,7 +128,7 @@ def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Ten
         inside: Tensor = (unit @ span.to(unit.dtype)).square().sum(-1)
         return (outside.own(unit) - inside).clamp_min(_NOTHING)
 
-    return Measure(key, common_of(unit, whole), away)
+    return WordMeasure(key, common_of(unit, whole), away)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Deviation:
         spread: its deviation there, by the median too.
     """
 
-    measure: Measure
+    measure: WordMeasure
     middle: float
     spread: float
 
@@ -150,7 +150,7 @@ class Deviation:
         return (self.measure(rows) - self.middle) / self.spread
 
 
-def deviation(measure: Measure, usual: Tensor) -> Deviation:
+def deviation(measure: WordMeasure, usual: Tensor) -> Deviation:
     """Return a measure in deviations from what it is for usual rows [n, in]."""
     values = measure(usual)
     middle = values.median()

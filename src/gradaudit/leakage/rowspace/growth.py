@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values, prefix_residuals
 from gradaudit.leakage.rowspace.subspace import (
-    Candidates,
+    NearTokens,
     Span,
     VocabularyCheck,
     cut_above_noise,
@@ -30,7 +30,7 @@ _REPEATS = 16
 
 
 @dataclass(frozen=True)
-class Rules:
+class GrowthRules:
     """When a row counts as inside a span, and how far sentences grow.
 
     Args:
@@ -62,7 +62,7 @@ class AcceptedTokens:
 
     def __init__(self, model: TextModel, first: Span, tolerance: float | None, words: Tensor | None = None) -> None:
         self._model, self._first, self._tolerance = model, first, tolerance
-        self._near: dict[int, Candidates] = {}
+        self._near: dict[int, NearTokens] = {}
         self._rough: dict[int, Tensor] = {}
         special = model.special
         never = sorted(special.ids - {*special.prefix, *special.suffix})
@@ -124,7 +124,7 @@ class Grown:
     notes: list[str] = field(default_factory=list)
 
 
-def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
+def grow(seen: Observation, first: Span, second: Span, rules: GrowthRules) -> Grown:
     """Grow prefixes until none can be extended; what cannot be extended is a sentence.
 
     Without absolute positions, "t t t" has the inputs of "t" in every block (it attends to copies of itself), so a run
@@ -150,7 +150,7 @@ def grow(seen: Observation, first: Span, second: Span, rules: Rules) -> Grown:
 
 
 def _from(
-    start: int, seen: Observation, accepted: AcceptedTokens, second: Span, rules: Rules
+    start: int, seen: Observation, accepted: AcceptedTokens, second: Span, rules: GrowthRules
 ) -> tuple[list[tuple[int, ...]], int, list[str]]:
     """Return what grows from a position on, prefixes tested, and notes."""
     model = seen.model
@@ -186,7 +186,7 @@ def _from(
 
 
 def _later(
-    seen: Observation, accepted: AcceptedTokens, second: Span, rules: Rules, found: list[tuple[int, ...]]
+    seen: Observation, accepted: AcceptedTokens, second: Span, rules: GrowthRules, found: list[tuple[int, ...]]
 ) -> tuple[list[tuple[int, ...]], int]:
     """Return the sentences of a batch padded on the left that start later; all end where the longest does.
 

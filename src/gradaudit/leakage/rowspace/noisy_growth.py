@@ -6,7 +6,7 @@ As `leakage.growth`, but no row fits exactly: wrong rows pass now and then, and 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.growth import ROUNDING, AcceptedTokens, Grown, Rules, phantom
+from gradaudit.leakage.rowspace.growth import ROUNDING, AcceptedTokens, Grown, GrowthRules, phantom
 from gradaudit.leakage.rowspace.joint import Joint, joint_residuals
 from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for
 from gradaudit.leakage.rowspace.subspace import below_wrong, cut_by_gap
@@ -48,7 +48,7 @@ _REPEATS = 4
 """Longest run of one token a rotary sentence may start with (see `growth.grow`): each opens a way to wrong rows."""
 
 
-def grow_under_noise(seen: Observation, joint: Joint, rules: Rules) -> Grown:
+def grow_under_noise(seen: Observation, joint: Joint, rules: GrowthRules) -> Grown:
     """Grow the prefixes whose rows lie nearest, and return at most as many sentences as the batch has, nearest first.
 
     Args:

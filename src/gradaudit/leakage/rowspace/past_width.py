@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.rowspace.deflation import Remainder, matrices_of, remainder, sentence_gradient
-from gradaudit.leakage.rowspace.evidence import Deviation, Measure, deviation, leverage_of, outside_of
-from gradaudit.leakage.rowspace.growth import AcceptedTokens, Rules, grow
+from gradaudit.leakage.rowspace.evidence import Deviation, WordMeasure, deviation, leverage_of, outside_of
+from gradaudit.leakage.rowspace.growth import AcceptedTokens, GrowthRules, grow
 from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for, leaf_values
 from gradaudit.leakage.rowspace.sentence_ends import Ends
 from gradaudit.leakage.rowspace.subspace import Span
@@ -100,7 +100,7 @@ class Crowd:
     """
 
     seen: Observation
-    rules: Rules
+    rules: GrowthRules
     beam: int = 0
     most: int = 512
     tried: int = 0
@@ -184,7 +184,7 @@ class Crowd:
                 quiet += 1
         return _apart(likely, self.size - len(self.found))
 
-    def _likely_words(self, words: Measure, position: int) -> Tensor:
+    def _likely_words(self, words: WordMeasure, position: int) -> Tensor:
         """Return the ids that may be in the batch, where block 0's row space is full too."""
         if self.rules.words is not None:
             return self.rules.words

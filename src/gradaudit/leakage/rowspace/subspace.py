@@ -313,7 +313,7 @@ class VocabularyCheck:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class NearTokens:
     """Tokens whose block-0 input lies near the span at one position.
 
     Args:
@@ -326,13 +326,13 @@ class Candidates:
     residuals: Tensor
     expected: Tensor
 
-    def below(self, threshold: float) -> Candidates:
+    def below(self, threshold: float) -> NearTokens:
         """Return those with a residual below the threshold."""
         keep = self.residuals < threshold
-        return Candidates(self.ids[keep], self.residuals[keep], self.expected[keep])
+        return NearTokens(self.ids[keep], self.residuals[keep], self.expected[keep])
 
 
-def near_tokens(model: TextModel, rough: Tensor, span: Span, position: int, within: float) -> Candidates:
+def near_tokens(model: TextModel, rough: Tensor, span: Span, position: int, within: float) -> NearTokens:
     """Return the tokens whose residual at one position is below `within`, measured on the model itself.
 
     Args:
@@ -345,7 +345,7 @@ def near_tokens(model: TextModel, rough: Tensor, span: Span, position: int, with
     return measured_tokens(model, torch.where(rough < within + 0.02)[0], span, position).below(within)
 
 
-def measured_tokens(model: TextModel, ids: Tensor, span: Span, position: int) -> Candidates:
+def measured_tokens(model: TextModel, ids: Tensor, span: Span, position: int) -> NearTokens:
     """Return tokens with their residuals at one position, measured on the model itself.
 
     Args:
@@ -357,4 +357,4 @@ def measured_tokens(model: TextModel, ids: Tensor, span: Span, position: int) ->
     inputs = model.first_inputs(position, ids)
     residuals = span.residual(inputs)
     order = residuals.argsort(stable=True)
-    return Candidates(ids[order], residuals[order], span.expected(inputs)[order])
+    return NearTokens(ids[order], residuals[order], span.expected(inputs)[order])

@@ -36,7 +36,7 @@ _CACHE = 2 << 30
 _AT_ONCE = 256
 
 
-class ImageSimulation(Protocol):
+class ReplaysImages(Protocol):
     """Replays the client, its defenses included, on public images."""
 
     @property
@@ -75,7 +75,7 @@ class ImagePlan:
 
 
 def fit_image_inverter(
-    simulate: ImageSimulation,
+    simulate: ReplaysImages,
     public: PublicImages,
     target: Target,
     model: Model,
@@ -219,7 +219,7 @@ class _Updates:
 
     def __init__(
         self,
-        simulate: ImageSimulation,
+        simulate: ReplaysImages,
         public: PublicImages,
         rows: Tensor,
         size: int,

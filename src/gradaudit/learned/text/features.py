@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.learned.public import Public, TextSimulation
+from gradaudit.learned.public import Public, ReplaysText
 from gradaudit.learned.text.hashing import Hash
 from gradaudit.progress import step
 from gradaudit.streams import draw_seed, stream
@@ -28,7 +28,7 @@ class Hashed:
     deviations: Tensor | None
 
 
-def hashed(simulation: TextSimulation, hash_: Hash, texts: Public, size: int, rng: torch.Generator) -> Hashed:
+def hashed(simulation: ReplaysText, hash_: Hash, texts: Public, size: int, rng: torch.Generator) -> Hashed:
     """Return the hashed updates of texts, `size` of them an update, in their order.
 
     Args:
@@ -79,7 +79,7 @@ class SimulatedUpdates:
     """
 
     def __init__(
-        self, simulation: TextSimulation, hash_: Hash, texts: Public, size: int, rng: torch.Generator, what: str
+        self, simulation: ReplaysText, hash_: Hash, texts: Public, size: int, rng: torch.Generator, what: str
     ) -> None:
         self.simulation, self.hash, self.texts, self.size = simulation, hash_, texts, size
         self._seed = draw_seed(rng)

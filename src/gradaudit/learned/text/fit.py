@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.learned.manifest import Target
-from gradaudit.learned.public import Public, TextSimulation
+from gradaudit.learned.public import Public, ReplaysText
 from gradaudit.learned.text.features import SimulatedUpdates
 from gradaudit.learned.text.inverter import Inverter
 from gradaudit.learned.text.layered_fit import fit_by_layers
@@ -22,7 +22,7 @@ from gradaudit.streams import draw_seed, stream
 
 
 def fit_inverter(
-    simulation: TextSimulation,
+    simulation: ReplaysText,
     public: Public,
     target: Target,
     model: TextModel,

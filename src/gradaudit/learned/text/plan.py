@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from gradaudit.learned.manifest import Target
-from gradaudit.learned.public import Public, TextSimulation
+from gradaudit.learned.public import Public, ReplaysText
 from gradaudit.learned.text.features import sizes_of
 from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper
@@ -76,7 +76,7 @@ class Lesson:
         seed: of hash, weights, order and simulation.
     """
 
-    simulation: TextSimulation
+    simulation: ReplaysText
     public: Public
     shown: Public
     held_out: Public
