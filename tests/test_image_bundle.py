@@ -131,7 +131,7 @@ def test_it_is_attacked_as_in_a_case(made: Path):
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"labels": 100_000, "image": [64, 512, 512]}, "MiB"), ({"image": [1, 8, 513]}, "4 to 512 pixels"),
-    ({"image": [0, 8, 8]}, "defense_traits"), ({"image": [65, 8, 8]}, "defense_traits"),
+    ({"image": [0, 8, 8]}, "channels"), ({"image": [65, 8, 8]}, "channels"),
     ({"image": [3, 8, 8]}, "another model|shape"),
     ({"image": None}, "one is wrong"), ({"task": "classification"}, "one is wrong"),
     ({"name": "lenett"}, "did you mean"), ({"seed": 1}, "another model"), ({"layers": 2}, "neither blocks"),

@@ -68,7 +68,8 @@ class Batch:
     def take(self, rows: Tensor) -> Batch:
         """Return some of the sentences, by number and in that order."""
         labels = None if self.labels is None else self.labels[rows]
-        return Batch(self.ids[rows], self.mask[rows], labels, tuple(self.texts[int(n)] for n in rows))
+        texts = tuple(self.texts[int(n)] for n in rows) if self.texts else ()
+        return Batch(self.ids[rows], self.mask[rows], labels, texts)
 
     @property
     def sizes(self) -> tuple[int, ...]:
