@@ -13,10 +13,15 @@ from gradaudit.progress import step
 
 INSIDE = 2e-5
 """A masked row this near the span lies in it: right rows are at 1e-7, the nearest wrong ones measured at 5e-2."""
+_OFF, _FARTHEST = 2.0, 0.03
+"""In a span that is not known exactly, true rows lie within so many times their expected distance (measured: 0.6 to
+1.15), and never so far that a wrong one could."""
 LEAST_KEPT = 0.5
 """No dropout rate in use drops more; the empty mask lies in every span."""
 _TRIES, _FIRST_TRIES = 8, 48
 """Programs a round that look for one more copy of a token, and of the first token, which every sentence has."""
+_SAME, _SAME_OFF = 100, 25
+"""Masks of one token that differ in at most one coordinate of so many are one: copies differ in one of six."""
 _NEAREST, _RESTARTS, _ROUNDS = 16, 8, 20
 """A token that was missed ranks among the nearest by then, and random objectives, each well settled, reach it."""
 _COPY_STEPS = 300
@@ -83,6 +88,10 @@ class MaskedInputs:
         parts = self._parts
         return (parts.weight * (parts.words[ids] + parts.positions[position])).double()
 
+    def differ(self, one: Tensor, other: Tensor) -> bool:
+        """Say whether two masks of one token are two copies: in a span not known exactly some bits are chance."""
+        return int((one != other).sum()) > len(one) // (_SAME if self.span.lost is None else _SAME_OFF)
+
     @torch.no_grad()
     def inputs(self, clean: Tensor, kept: Tensor, rate: float) -> Tensor:
         """Return what enters q, k, v: the masked rows at their scale, [n, d] float64.
@@ -105,10 +114,12 @@ class MaskedInputs:
     def accepted(self, clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """Return the finished masks, and which of them are rows of the batch."""
         kept, outside = refine_masks(self.outside, clean, start)
-        inside = (outside < self.limit) & (kept.double().mean(1) > LEAST_KEPT)
+        expected = self.span.expected(torch.where(kept, clean, torch.zeros_like(clean)))
+        limit = (_OFF * expected).clamp(self.limit, max(self.limit, _FARTHEST))
+        inside = (outside < limit) & (kept.double().mean(1) > LEAST_KEPT)
         if self.model.dropout_before_norm and bool(inside.any()):
             at = torch.where(inside)[0]
-            inside[at] = self.span.residual(self.inputs(clean[at], kept[at], rate)) < 10 * self.limit
+            inside[at] = self.span.residual(self.inputs(clean[at], kept[at], rate)) < 10 * limit[at]
         return kept, inside
 
 
@@ -252,7 +263,7 @@ def _copies(
     kept, inside = inputs.accepted(rows_, start, how.rate)
     for at in torch.where(inside)[0].tolist():
         same = kinds.setdefault(owner[at], [])
-        fresh = all(int((kept[at] != row.kept).sum()) > len(kept[at]) // 100 for row in same)
+        fresh = all(inputs.differ(kept[at], row.kept) for row in same)
         if fresh and (how.size is None or len(same) < how.size) and len(found) < inputs.span.rank:
             same.append(Row(owner[at][1], owner[at][0], kept[at], rows_[at]))
             found.append(same[-1])

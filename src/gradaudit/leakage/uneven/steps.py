@@ -1,0 +1,76 @@
+"""What an optimizer's first step from a fresh state makes of a gradient, entry by entry, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_INSIDE = 1e-6
+"""Nearest to 1 that |y| of Adam's step may come before it counts as saturated, whatever its error: float32 in the
+optimizer leaves that much."""
+
+
+class Step(Protocol):
+    """A step in units of the learning rate, y = f(g), monotone in every entry."""
+
+    def sent(self, gradient: Tensor) -> Tensor:
+        """Return y of each entry."""
+
+    def slope(self, gradient: Tensor) -> Tensor:
+        """Return dy/dg at each entry."""
+
+    def behind(self, sent: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient behind each entry, and a bool tensor: False where only its sign and a bound are known.
+
+        Args:
+            sent: y.
+            spread: standard deviation of its error.
+        """
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """SGD without momentum: y = g."""
+
+    def sent(self, gradient: Tensor) -> Tensor:
+        """Return y of each entry."""
+        return gradient
+
+    def slope(self, gradient: Tensor) -> Tensor:
+        """Return dy/dg, 1 everywhere."""
+        return torch.ones_like(gradient)
+
+    def behind(self, sent: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y itself, known everywhere."""
+        return sent, torch.ones_like(sent, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """Adam's and AdamW's first step: bias correction cancels both moments' rates, so that y = g / (|g| + eps).
+
+    An entry is taken for its sign only. But y falls short of 1 by eps / (|g| + eps), and the weights' grid shows that
+    up to gradients of about a thousand eps.
+
+    Args:
+        eps: the optimizer's eps; 1e-8 is the default of torch and of the transformers Trainer.
+    """
+
+    eps: float = 1e-8
+
+    def sent(self, gradient: Tensor) -> Tensor:
+        """Return y of each entry."""
+        return gradient / (gradient.abs() + self.eps)
+
+    def slope(self, gradient: Tensor) -> Tensor:
+        """Return dy/dg, from 1/eps at 0 down to eps/g^2."""
+        return self.eps / (gradient.abs() + self.eps).square()
+
+    def behind(self, sent: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+        """Return eps y / (1 - |y|), known where y is two standard deviations from 1."""
+        limit = (1 - 2 * spread).clamp(0.0, 1 - _INSIDE)
+        inside = torch.maximum(torch.minimum(sent, limit), -limit)
+        return self.eps * inside / (1 - inside.abs()), sent.abs() < limit
