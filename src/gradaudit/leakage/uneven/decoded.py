@@ -1,7 +1,5 @@
 """The rows of a batch from entries that are known unevenly: fit, decode, and fit again with what was decoded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,14 +64,14 @@ def decode_change(
     """
     fitting = Fitting(seen, rng)
     rows: list[Row] = []
-    found: LowRank | None = None
     best = None
     most = int(_LARGEST_SHARE * model.width)
+    known, more = None, rank
     for _ in range(_ROUNDS):
-        known = _entering(inputs, rows, how.rate) if found is not None else None
-        found = fitting.fit(rank, most, known)
+        found = fitting.fit(more, most, known)
         if found is None:
             return best
+        more = rank or found.rank
         inputs = MaskedInputs(model, _span(found))
         before = len(rows)
         rows = find_rows(inputs, how, rng, rows)
@@ -89,6 +87,7 @@ def decode_change(
             return DecodedChange(
                 rows, MaskedInputs(model, exact), told.left, told.noise, entering, told.chi2, len(rows)
             )
+        known = _entering(inputs, rows, how.rate)
         best = DecodedChange(rows, inputs, found.left, None, found.rows, told.chi2, found.rank)
         if len(rows) == before or len(rows) >= most:
             break

@@ -1,13 +1,11 @@
 """The certificate of decoded rows: with the inputs known exactly, every entry that was sent is explained, or not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.uneven.low_rank import Fitting, normal_matrices, solved
+from gradaudit.leakage.uneven.low_rank import Fitting, solved
 
 _STAGES = (0.1, 0.01, 1e-3, 1e-4, 0.0)
 """What is added to each entry's error while the signals settle, in medians of the gradient's size."""

@@ -7,8 +7,6 @@ preconditioner. Weights start even and become the true ones by stages, since tru
 trusts them ends in the next valley.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +22,7 @@ _TURNS = 3
 _ENOUGH = 0.03
 """A stage ends when a step gains less than this share."""
 _SETTLED, _SETTLED_LAST = (1e-3, 40), (1e-5, 200)
-"""Conjugate gradients: relative residual and steps at most, of the stages up to the one that sorts; then of the last."""
+"""Conjugate gradients: relative residual and steps at most, of the first stages, then of the last."""
 _TRIES = 4
 """Dampings tried a step, each ten times the one before."""
 _LINES = 4_000_000

@@ -1,7 +1,5 @@
 """What an optimizer's first step from a fresh state makes of a gradient, entry by entry, and the way back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 
