@@ -18,6 +18,8 @@ from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
+from gradaudit.leakage.uneven.decoded import decode_change
+from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -88,6 +90,9 @@ class Decode(Attack):
             raise NotSupportedError(
                 "attack 'decode' does not read adapters, which have rank directions only; use 'dager'"
             )
+        changes = entries(seen, 0) if seen.model.absolute_positions and seen.knowledge.dropout != 0.0 else None
+        if changes is not None:
+            return self._changed(seen, changes, rng)
         first = span(seen, 0)
         if first is None:
             raise NotSupportedError(
@@ -164,6 +169,35 @@ class Decode(Attack):
     def _orderable(seen: Observation) -> bool:
         """Say whether one sentence's words can be placed: dropout off (or not told), one gradient, fixed positions."""
         return seen.kind == "gradient" and not seen.knowledge.dropout and seen.model.absolute_positions
+
+    # a weight change
+
+    def _changed(self, seen: Observation, changes: Entries, rng: torch.Generator) -> Reconstruction:
+        """Read a step of an optimizer entry by entry, each with its error; dropout on."""
+        known = seen.knowledge
+        how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
+        counted = known.lengths if seen.model.spec.task == "classification" else None
+        found = decode_change(seen.model, changes, how, sum(counted) if counted else None, rng)
+        if found is None:
+            return Reconstruction(sequences=(), notes=("no row was decoded from the weight change",))
+        details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.chi2, 3)}
+        blurred = found.gradient(seen, changes, drawn=True) if found.explained else None
+        rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
+        signals = rows.signals()
+        notes = []
+        if signals is None:
+            sequences, certificates = rows.by_position()
+            notes.append(
+                "the changes of queries or keys of block 0 were not seen: tokens are placed, and cannot be linked"
+            )
+        else:
+            linked = rows.link(signals)
+            sequences, certificates = rows.texts(linked.groups), linked.certificates
+        if not found.explained:
+            certificates = ["likely" if one == "proven" else one for one in certificates]
+            notes.append("the rows that were decoded do not explain every weight's rounding: nothing is proven")
+        details["estimated_dropout"] = round(rows.rate(), 3)
+        return Reconstruction(tuple(sequences), certificates=tuple(certificates), notes=tuple(notes), details=details)
 
     # dropout on
 

@@ -27,6 +27,9 @@ from gradaudit.types import Observation
 
 CLOSED = 1e-3
 """A sentence whose attention signals its own tokens explain up to this is closed: right ones are at 1e-5."""
+_NOISY, _MOST_NOISY = 2.0, 0.2
+"""Signals known up to an error are explained when at most so many times what the error leaves is left (right ones: 1.0
+to 1.1), and that is small enough for a stranger, who leaves a third, to show."""
 _SPARE = 4
 """So many conditions for each unknown that stands for missing rows, or the sentence is not proven."""
 _CHANGES = 64
@@ -35,7 +38,9 @@ _NEAR = 1e-3
 """A row this near the smaller space is looked at in the whole one: the former is known to about 1e-5."""
 
 
-def certificate(complete: bool, left: float, length: int, head_width: int, spare: float = float("inf")) -> str:
+def certificate(
+    complete: bool, left: float, length: int, head_width: int, spare: float = float("inf"), closed: float = CLOSED
+) -> str:
     """Return how sure a linked sentence is: "proven", "likely" or "guess".
 
     Args:
@@ -44,10 +49,11 @@ def certificate(complete: bool, left: float, length: int, head_width: int, spare
         length: its tokens; in a set of more than eight times a head's width one stranger could go unseen.
         head_width: width of an attention head.
         spare: conditions on its signals for each unknown that stands for rows not decoded.
+        closed: below so much they are explained.
     """
     if not complete:
         return "guess"
-    return "proven" if left < CLOSED and length <= 8 * head_width and spare >= _SPARE else "likely"
+    return "proven" if left < closed and length <= 8 * head_width and spare >= _SPARE else "likely"
 
 
 @dataclass(frozen=True)
@@ -111,10 +117,14 @@ class DecodedRows:
         seen: the observation.
         inputs: what dropout masks, and the span.
         found: the rows.
+        blurred: the observation with one more draw of the gradient's error added; None where it is known exactly.
     """
 
-    def __init__(self, seen: Observation, inputs: MaskedInputs, found: list[Row]) -> None:
+    def __init__(
+        self, seen: Observation, inputs: MaskedInputs, found: list[Row], blurred: Observation | None = None
+    ) -> None:
         self.seen, self.inputs, self.found = seen, inputs, found
+        self._blurred = None if blurred is None else DecodedRows(blurred, inputs, found).signals()
         self.model, self.size = seen.model, seen.knowledge.batch_size
 
     def rate(self) -> float:
@@ -191,7 +201,14 @@ class DecodedRows:
         complete = self.complete([self.found[i].token for i in members], [self.found[i].position for i in members])
         left, foreign = seen.left(torch.tensor(members, device=seen.queries.device))
         spare = conditions(len(members), heads, width) / max(foreign.numel(), 1e-9)
-        return certificate(complete, float(left.max()), len(members), width, spare), foreign
+        closed = CLOSED
+        if self._blurred is not None:
+            # a second draw of the error leaves as much again, where the first is all that was left
+            twice, _ = self._blurred.left(torch.tensor(members, device=seen.queries.device))
+            noise = float((twice.square() - left.square()).mean().clamp_min(0).sqrt())
+            closed = max(CLOSED, min(_NOISY * noise, _MOST_NOISY))
+            left = left.square().mean(0, keepdim=True).sqrt()
+        return certificate(complete, float(left.max()), len(members), width, spare, closed), foreign
 
     def _changes(self, members: list[int], proven: set[int]) -> list[list[int]]:
         """Return the complete sentences that one row of no proven sentence makes of a group, put in or exchanged."""

@@ -9,9 +9,10 @@ from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, find_rows
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import Explanation, explain, mended
-from gradaudit.leakage.uneven.low_rank import Fitting, LowRank
+from gradaudit.leakage.uneven.low_rank import Fitting
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
+from gradaudit.types import Observation
 
 EXPLAINED = 1.1
 """Entries are explained up to their own errors below this chi^2 per degree of freedom: right rows leave 0.97 to 1.01,
@@ -44,6 +45,17 @@ class DecodedChange:
     chi2: float
     rank: int
 
+    def gradient(self, seen: Observation, entries: Entries, drawn: bool = False) -> Observation:
+        """Return the observation with the gradient that these rows and signals make in place of the weight change.
+
+        Args:
+            seen: the observation.
+            entries: of its block 0.
+            drawn: add the draw of the error.
+        """
+        signals = self.signals + self.noise if drawn and self.noise is not None else self.signals
+        return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.directions))
+
     @property
     def explained(self) -> bool:
         """Say whether the rows explain all that was sent, to the last rounding."""
@@ -63,40 +75,48 @@ def decode_change(
         rng: for tries and for the draws of errors.
     """
     fitting = Fitting(seen, rng)
-    rows: list[Row] = []
-    best = None
+    found = _attempt(fitting, model, how, rank, rng)
+    tried = {rank}
+    # a rank that is too large blurs the masks: as many as were decoded are the next guess
+    while rank is None and found is not None and not found.explained and len(found.rows) not in tried:
+        tried.add(len(found.rows))
+        again = _attempt(fitting, model, how, len(found.rows), rng)
+        if again is None or again.chi2 >= found.chi2:
+            break
+        found = again
+    return found
+
+
+def _attempt(
+    fitting: Fitting, model: TextModel, how: Search, rank: int | None, rng: torch.Generator
+) -> DecodedChange | None:
     most = int(_LARGEST_SHARE * model.width)
-    known, more = None, rank
+    rows: list[Row] = []
+    best, known, directions = None, None, rank
     for _ in range(_ROUNDS):
-        found = fitting.fit(more, most, known)
-        if found is None:
+        fit = fitting.fit(directions, most, known)
+        if fit is None:
             return best
-        more = rank or found.rank
-        inputs = MaskedInputs(model, _span(found))
+        directions = fit.rank
+        span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost)
+        inputs = MaskedInputs(model, span)
         before = len(rows)
         rows = find_rows(inputs, how, rng, rows)
-        step(f"decode: {len(rows)} rows", len(rows), found.rank)
+        step(f"decode: {len(rows)} rows", len(rows), fit.rank)
         if not rows:
-            return None
+            return best
         told, masks = _explained(fitting, inputs, rows, how.rate, rng)
         if told.chi2 < EXPLAINED:
             rows = [replace(row, kept=mask) for row, mask in zip(rows, masks, strict=True)]
             entering = _entering(inputs, rows, how.rate)
             basis = torch.linalg.qr(entering.T).Q
-            exact = Span(basis, torch.ones_like(basis[0]), len(rows), 1.0, 0, ())
-            return DecodedChange(
-                rows, MaskedInputs(model, exact), told.left, told.noise, entering, told.chi2, len(rows)
-            )
+            exact = MaskedInputs(model, Span(basis, torch.ones_like(basis[0]), len(rows), 1.0, 0, ()))
+            return DecodedChange(rows, exact, told.left, told.noise, entering, told.chi2, len(rows))
         known = _entering(inputs, rows, how.rate)
-        best = DecodedChange(rows, inputs, found.left, None, found.rows, told.chi2, found.rank)
+        best = DecodedChange(rows, inputs, fit.left, None, fit.rows, told.chi2, fit.rank)
         if len(rows) == before or len(rows) >= most:
             break
     return best
-
-
-def _span(found: LowRank) -> Span:
-    values = torch.ones_like(found.lost)
-    return Span(found.basis, values, found.rank, 1.0, 0, (), found.lost)
 
 
 def _entering(inputs: MaskedInputs, rows: list[Row], rate: float) -> Tensor:

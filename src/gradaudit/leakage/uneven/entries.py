@@ -1,7 +1,7 @@
 """A weight change read as a gradient, each entry with its error: the error model of all that follows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ _UNIFORM = math.sqrt(12.0)
 _ARITHMETIC = 1.5e-7
 """The optimizer's own float32 arithmetic, relative to a step of 1: at most two roundings of 6e-8 (measured: 1.2e-7)."""
 _SUMMED = 2e-7
-"""Rounding of a gradient's entry that float32 summed over tokens, relative to the root mean squares of its matrix and of
-its row and column: 1.1e-7 in the mean (MiniLM, 16 to 95 tokens), entries of columns with outliers up to four times that."""
+"""Rounding of a gradient's entry that float32 summed over tokens, relative to the root mean squares of its matrix and
+of its row and column: 1.1e-7 in the mean (MiniLM, 16 to 95 tokens), in columns with outliers up to four times that."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,17 @@ class Entries:
         sent: [n, d] the step y in units of the learning rate; descent is positive, as the gradient is.
         spread: [n, d] standard deviation of y's error.
         step: what takes a gradient to y.
-        groups: rows of each matrix, in order.
+        groups: rows of each matrix by its view's name, in order.
     """
 
     sent: Tensor
     spread: Tensor
     step: Step
-    groups: tuple[int, ...]
+    groups: Mapping[str, int]
+
+    def parts(self, stacked: Tensor) -> dict[str, Tensor]:
+        """Return each matrix of a stack, by its view's name."""
+        return dict(zip(self.groups, torch.split(stacked, list(self.groups.values())), strict=True))
 
     def own(self, gradient: Tensor) -> Tensor:
         """Return the standard deviation of the gradient's own rounding, [n, d]: it was summed over tokens in float32.
@@ -42,7 +46,7 @@ class Entries:
         does, and row and column where outliers are.
         """
         parts = []
-        for part in torch.split(gradient.square(), self.groups):
+        for part in self.parts(gradient.square()).values():
             mean = part.mean().clamp_min(torch.finfo(part.dtype).tiny)
             parts.append((mean + part.mean(1, keepdim=True) * (part.mean(0) / mean)).sqrt())
         return _SUMMED * torch.cat(parts)
@@ -81,19 +85,20 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
         return None
     weights = seen.model.parameters()
     values, spreads = [], []
+    groups: dict[str, int] = {}
     for role in roles:
         for view, change in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
             before = view(weights[view.parameter]).detach()
             after = before + change
-            kept = before.double() * (1 - how.learning_rate * how.weight_decay) ** steps
+            # as the optimizer computes it, in the weights' own type: its rounding is known then
+            kept = before * (1 - how.learning_rate * how.weight_decay)
             width = grid(after) * math.sqrt(steps)
-            if how.weight_decay:
-                width = width.hypot(grid(before) * math.sqrt(steps))
-            value = (kept - before.double() - change.double()) / how.learning_rate
+            value = (kept.double() - before.double() - change.double()) / how.learning_rate
             values.append(value)
+            groups[view.name] = len(value)
             rounded = width / (_UNIFORM * how.learning_rate)
             step_size = torch.ones_like(value) if isinstance(step, AdamStep) else value.abs()
             spreads.append((rounded.square() + (_ARITHMETIC * step_size).square()).sqrt())
     if not values:
         return None
-    return Entries(torch.cat(values), torch.cat(spreads), step, tuple(len(v) for v in values))
+    return Entries(torch.cat(values), torch.cat(spreads), step, groups)
