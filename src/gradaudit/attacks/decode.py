@@ -19,7 +19,7 @@ from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.decoded import decode_change
-from gradaudit.leakage.uneven.entries import Entries, entries
+from gradaudit.leakage.uneven.entries import entries
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -31,6 +31,7 @@ _EFFORTS = (2, 4)
 """Rows still missing: each round tries so many times as often."""
 _OFF = 1e-3
 """A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
+_LAST_MISSING = "the last word of a sentence leaves nothing in block 0 and is missing"
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -90,9 +91,8 @@ class Decode(Attack):
             raise NotSupportedError(
                 "attack 'decode' does not read adapters, which have rank directions only; use 'dager'"
             )
-        changes = entries(seen, 0) if seen.model.absolute_positions and seen.knowledge.dropout != 0.0 else None
-        if changes is not None:
-            return self._changed(seen, changes, rng)
+        if (found := self._changed(seen, rng)) is not None:
+            return found
         first = span(seen, 0)
         if first is None:
             raise NotSupportedError(
@@ -172,14 +172,22 @@ class Decode(Attack):
 
     # a weight change
 
-    def _changed(self, seen: Observation, changes: Entries, rng: torch.Generator) -> Reconstruction:
-        """Read a step of an optimizer entry by entry, each with its error; dropout on."""
-        known = seen.knowledge
+    def _changed(self, seen: Observation, rng: torch.Generator) -> Reconstruction | None:
+        """Read an optimizer's step entry by entry, each with its error, dropout on; None where there is no such step.
+
+        Several steps of SGD that pass over the batch once add up to one gradient; where they do not, what was decoded
+        explains nothing, and the change is read like any other.
+        """
+        known, model = seen.knowledge, seen.model
+        plain = model.absolute_positions and known.dropout != 0.0 and not known.defenses
+        changes = entries(seen, 0) if plain else None
+        if changes is None:
+            return None
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
-        counted = known.lengths if seen.model.spec.task == "classification" else None
-        found = decode_change(seen.model, changes, how, sum(counted) if counted else None, rng)
-        if found is None:
-            return Reconstruction(sequences=(), notes=("no row was decoded from the weight change",))
+        counted = known.lengths if model.spec.task == "classification" else None
+        found = decode_change(model, changes, how, sum(counted) if counted else None, rng)
+        if found is None or not (found.explained or changes.steps == 1):
+            return None
         details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.chi2, 3)}
         blurred = found.gradient(seen, changes, drawn=True) if found.explained else None
         rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
@@ -196,6 +204,9 @@ class Decode(Attack):
         if not found.explained:
             certificates = ["likely" if one == "proven" else one for one in certificates]
             notes.append("the rows that were decoded do not explain every weight's rounding: nothing is proven")
+        if model.spec.task == "causal-lm":
+            certificates = ["likely" if one == "proven" else one for one in certificates]
+            notes.append(_LAST_MISSING)
         details["estimated_dropout"] = round(rows.rate(), 3)
         return Reconstruction(tuple(sequences), certificates=tuple(certificates), notes=tuple(notes), details=details)
 
@@ -226,7 +237,7 @@ class Decode(Attack):
         if model.spec.task == "causal-lm" and sequences:
             # no loss follows the last word, so that it leaves no row: what looks complete lacks it
             certificates = ["likely" if one == "proven" else one for one in certificates]
-            notes.append("the last word of a sentence leaves nothing in block 0 and is missing")
+            notes.append(_LAST_MISSING)
         if len(rows.found) < first.rank:
             notes.insert(0, f"{first.rank - len(rows.found)} of {first.rank} rows were not decoded")
         details |= {"rows": len(rows.found), "estimated_dropout": round(rows.rate(), 3)}

@@ -28,12 +28,14 @@ class Entries:
         spread: [n, d] standard deviation of y's error.
         step: what takes a gradient to y.
         groups: rows of each matrix by its view's name, in order.
+        steps: of the optimizer that made the change.
     """
 
     sent: Tensor
     spread: Tensor
     step: Step
     groups: Mapping[str, int]
+    steps: int = 1
 
     def parts(self, stacked: Tensor) -> dict[str, Tensor]:
         """Return each matrix of a stack, by its view's name."""
@@ -101,4 +103,4 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
             spreads.append((rounded.square() + (_ARITHMETIC * step_size).square()).sqrt())
     if not values:
         return None
-    return Entries(torch.cat(values), torch.cat(spreads), step, groups)
+    return Entries(torch.cat(values), torch.cat(spreads), step, groups, steps)

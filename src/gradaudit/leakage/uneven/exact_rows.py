@@ -9,8 +9,8 @@ from gradaudit.leakage.uneven.low_rank import Fitting, solved
 
 _STAGES = (0.1, 0.01, 1e-3, 1e-4, 0.0)
 """What is added to each entry's error while the signals settle, in medians of the gradient's size."""
-_FLIPS = 12
-"""Rounds of exchanged mask bits at most; each round's are at different rows."""
+_FLIPS, _FIRST = 24, 0.1
+"""Rounds of exchanged mask bits at most, and the share of the largest gain that a bit of the same round has."""
 _GAIN = 12.0
 """A mask bit is exchanged when chi^2 falls by this much: by chance it falls so in one of 2,000."""
 
@@ -73,7 +73,8 @@ def mended(fitting: Fitting, clean: Tensor, kept: Tensor) -> Tensor:
         move = torch.where(kept, -clean, clean)
         gain = 2 * move * (left.T @ residual) - move.square() * (left.square().T @ weights)
         best, at = gain.max(0)  # one row a column: two moves in a column share the column's residual
-        columns = torch.where(best > _GAIN)[0]
+        # the signals lean toward bits that are very wrong, which makes others look wrong: those first
+        columns = torch.where(best > torch.clamp(_FIRST * best.max(), min=_GAIN))[0]
         if len(columns) == 0:
             break
         kept[at[columns], columns] ^= True

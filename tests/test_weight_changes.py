@@ -1,0 +1,190 @@
+"""Weight changes read as gradients: the optimizers' maps against torch, errors against chance, and no false proof."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_models
+from gradaudit.attacks.decode import Decode
+from gradaudit.client.client import Client
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import SAMPLE, load_rows, make_batch
+from gradaudit.leakage.uneven.decoded import EXPLAINED
+from gradaudit.leakage.uneven.entries import Entries, entries
+from gradaudit.leakage.uneven.exact_rows import explain, mended
+from gradaudit.leakage.uneven.low_rank import Fitting, normal_matrices, solved
+from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
+from gradaudit.models.spec import ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.streams import stream
+from gradaudit.types import Batch, Given, LocalTraining, Observation
+
+ADAMW = LocalTraining("adamw", 5e-5, weight_decay=0.01)
+SGD = LocalTraining("sgd", 1e-2)
+SIZES = torch.logspace(-10, -3, 4000, dtype=torch.float64)
+"""Gradients from a hundredth of eps to a hundred thousand times eps."""
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return load_model(ModelSpec("minilm"))
+
+
+def batch_of(model, first: int, size: int) -> Batch:
+    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
+    assert rows.labels is not None
+    return make_batch(model, rows.texts[first : first + size], rows.labels[first : first + size])
+
+
+def seen_of(model, batch: Batch, training: LocalTraining, given: Given | None = None) -> Observation:
+    client = Client(model, training, dropout=True)
+    return tiny_models.seen_of(client, batch, "0:q,k,v", given or Given(lengths=True), 3)
+
+
+def stepped(training: LocalTraining, weights: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the weights after torch's own step."""
+    weights = weights.clone().requires_grad_()
+    weights.grad = gradient.float()
+    if training.optimizer == "sgd":
+        torch.optim.SGD([weights], lr=training.learning_rate).step()
+    else:
+        torch.optim.AdamW([weights], lr=training.learning_rate, weight_decay=training.weight_decay).step()
+    return weights.detach()
+
+
+@pytest.mark.parametrize("training", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_entries_are_torchs_step_up_to_the_error_they_state(load, training: LocalTraining):
+    model = load("bert")
+    name = "0.q"
+    view = model.views(0, "q")[0]
+    before = view(model.parameters()[view.parameter]).detach()
+    rng = torch.Generator().manual_seed(0)
+    gradient = (
+        1e-5 * torch.randn(before.shape, generator=rng, dtype=torch.float64) * torch.rand(before.shape, generator=rng)
+    )
+    after = stepped(training, before, gradient)
+    seen = tiny_models.seen_of(Client(model, training, dropout=True), batch_of_words(model), "0:q", Given(), 3)
+    found = entries(replace(seen, tensors={name: after - before}), 0, ["q"])
+    assert found is not None
+    off = (found.sent - found.step.sent(gradient)) / found.spread
+    # the error is uniform within half a step of the grid: root mean square 1, never beyond sqrt(3) but for arithmetic
+    assert off.square().mean() == pytest.approx(1.0, abs=0.15)
+    assert off.abs().max() < 2.5
+
+
+def batch_of_words(model) -> Batch:
+    return tiny_models.batch_of(model, tiny_models.sentences([4, 5], 0))
+
+
+def test_adams_map_is_inverted_where_it_is_not_saturated():
+    step = AdamStep()
+    spread = torch.full_like(SIZES, 1e-5)
+    for sign in (1, -1):
+        found, known = step.behind(step.sent(sign * SIZES), spread)
+        assert torch.allclose(found[known], sign * SIZES[known], rtol=1e-6)
+        assert known.sum() > 2000
+        assert (found[~known].sign() == sign).all()
+        assert (found[~known].abs() <= SIZES[~known]).all(), "of saturated ones a bound"
+    slope = (step.sent(SIZES * 1.001) - step.sent(SIZES)) / (SIZES * 0.001)
+    assert torch.allclose(step.slope(SIZES), slope, rtol=0.01)
+    assert torch.equal(PlainStep().behind(SIZES, spread)[0], SIZES)
+
+
+def made(seed: int, rank: int, n: int = 120, d: int = 48) -> tuple[Entries, torch.Tensor, torch.Tensor]:
+    """Return entries of a made-up gradient of low rank as AdamW's first step shows them, its rows, and itself."""
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.randn((rank, d), generator=rng, dtype=torch.float64)
+    gradient = 3e-6 * torch.randn((n, rank), generator=rng, dtype=torch.float64) @ rows
+    spread = torch.exp(torch.randn((n, d), generator=rng, dtype=torch.float64)) * 1e-4
+    step = AdamStep()
+    sent = step.sent(gradient) + spread * torch.randn((n, d), generator=rng, dtype=torch.float64)
+    return Entries(sent, spread, step, {"0.q": n}), rows, gradient
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fit_finds_the_row_space_and_says_how_far_off_it_is(seed: int):
+    seen, rows, _ = made(seed, 6)
+    found = Fitting(seen, torch.Generator().manual_seed(9)).fit(6, 40)
+    assert found is not None
+    unit = torch.nn.functional.normalize(rows, dim=1)
+    inside = unit @ found.basis
+    off = (unit - inside @ found.basis.T).norm(dim=1)
+    expected = (inside.square() @ found.lost).sqrt()
+    assert off.max() < 0.02
+    assert ((off / expected) < 2).all()
+    assert ((off / expected) > 0.3).all()
+
+
+def test_known_rows_sharpen_the_others():
+    seen, rows, _ = made(0, 6)
+    rng = torch.Generator().manual_seed(9)
+    plain, given = (Fitting(seen, rng).fit(6, 40, known) for known in (None, rows[:4]))
+    assert plain is not None
+    assert given is not None
+    unit = torch.nn.functional.normalize(rows, dim=1)
+    off = [(unit - (unit @ f.basis) @ f.basis.T).norm(dim=1) for f in (plain, given)]
+    assert off[1][:4].max() < 1e-9
+    assert off[1][4:].mean() < off[0][4:].mean()
+
+
+def test_right_rows_explain_every_entry_and_wrong_ones_do_not():
+    seen, rows, _ = made(1, 6)
+    fitting, rng = Fitting(seen, torch.Generator().manual_seed(9)), torch.Generator().manual_seed(1)
+    assert explain(fitting, rows, rng).chi2 == pytest.approx(1.0, abs=0.05)
+    assert explain(fitting, rows[1:], rng).chi2 > 10
+    wrong = rows.clone()
+    wrong[2, 7] = 0.0
+    assert explain(fitting, wrong, rng).chi2 > EXPLAINED, "one coordinate of one row"
+
+
+def test_a_mask_that_is_wrong_in_a_few_places_is_mended():
+    rng = torch.Generator().manual_seed(4)
+    clean = torch.randn((6, 48), generator=rng, dtype=torch.float64)
+    kept = torch.rand((6, 48), generator=rng) > 0.1
+    gradient = 3e-6 * torch.randn((120, 6), generator=rng, dtype=torch.float64) @ (clean * kept)
+    spread = torch.full_like(gradient, 1e-4)
+    step = AdamStep()
+    sent = step.sent(gradient) + spread * torch.randn(gradient.shape, generator=rng, dtype=torch.float64)
+    fitting = Fitting(Entries(sent, spread, step, {"0.q": 120}), rng)
+    wrong = kept.clone()
+    wrong[0, 3] ^= True
+    wrong[4, 30] ^= True
+    again = mended(fitting, clean, wrong)
+    assert (again == kept)[clean.abs() > 0.05].all()
+
+
+def test_lines_are_solved_by_their_own_weights():
+    rng = torch.Generator().manual_seed(0)
+    rows, weights, target = (torch.rand(s, generator=rng, dtype=torch.float64) for s in ((3, 10), (5, 10), (5, 10)))
+    weights[0] *= 1e12
+    weights[1, :5] *= 1e14
+    found = solved(rows, weights, weights * target)
+    for line in range(5):
+        root = weights[line].sqrt()[:, None]
+        expected = torch.linalg.lstsq(root * rows.T, root * target[line][:, None]).solution[:, 0]
+        assert torch.allclose(found[line], expected, rtol=1e-5)
+    expected = torch.einsum("rd,nd,sd->nrs", rows, weights, rows)
+    assert torch.allclose(normal_matrices(rows, weights), expected)
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("training", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_one_step_is_read_back_exactly_and_proven(minilm, training: LocalTraining):
+    batch = batch_of(minilm, 4, 1)
+    found = Decode()(seen_of(minilm, batch, training), stream(0, "attack"))
+    assert found.sequences == (tuple(batch.sequences()[0]),)
+    assert found.certificates == ("proven",)
+    assert found.details["chi2"] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.minilm
+def test_a_change_of_another_optimizer_than_told_proves_nothing(minilm):
+    batch = batch_of(minilm, 4, 1)
+    seen = seen_of(minilm, batch, ADAMW)
+    wrong = replace(seen, knowledge=replace(seen.knowledge, training=replace(ADAMW, learning_rate=6e-5)))
+    found = Decode()(wrong, stream(0, "attack"))
+    assert "proven" not in (found.certificates or ())
