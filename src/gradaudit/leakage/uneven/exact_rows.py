@@ -63,19 +63,19 @@ def mended(fitting: Fitting, clean: Tensor, kept: Tensor) -> Tensor:
         kept: [r, d] bool.
     """
     kept = kept.clone()
-    for _ in range(_FLIPS):
-        rows = torch.where(kept, clean, torch.zeros_like(clean))
-        left = fitting.target @ torch.linalg.pinv(rows)
-        for floor in _STAGES[:-1]:
-            weights = fitting.weights(left @ rows, floor)
-            left = solved(rows, weights, weights * fitting.target)
-        residual = weights * (fitting.target - left @ rows)
-        move = torch.where(kept, -clean, clean)
-        gain = 2 * move * (left.T @ residual) - move.square() * (left.square().T @ weights)
-        best, at = gain.max(0)  # one row a column: two moves in a column share the column's residual
-        # the signals lean toward bits that are very wrong, which makes others look wrong: those first
-        columns = torch.where(best > torch.clamp(_FIRST * best.max(), min=_GAIN))[0]
-        if len(columns) == 0:
-            break
-        kept[at[columns], columns] ^= True
+    for floor in _STAGES[:-1]:  # even weights first: the signals lean to wrong bits in the few entries known best
+        for _ in range(_FLIPS):
+            rows = torch.where(kept, clean, torch.zeros_like(clean))
+            left = fitting.target @ torch.linalg.pinv(rows)
+            for _ in range(2):
+                weights = fitting.weights(left @ rows, floor)
+                left = solved(rows, weights, weights * fitting.target)
+            residual = weights * (fitting.target - left @ rows)
+            move = torch.where(kept, -clean, clean)
+            gain = 2 * move * (left.T @ residual) - move.square() * (left.square().T @ weights)
+            best, at = gain.max(0)  # one row a column: two moves in a column share the column's residual
+            columns = torch.where(best > torch.clamp(_FIRST * best.max(), min=_GAIN))[0]
+            if len(columns) == 0:
+                break
+            kept[at[columns], columns] ^= True
     return kept
