@@ -13,7 +13,7 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.judge.diagnosis import diagnose
 from gradaudit.judge.flags import flags, notes_of
 from gradaudit.judge.text import TextJudge
-from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
 from gradaudit.leakage.matching.distances import Cosine, Normalized, OnSupport, SquaredL2, WrongSigns
 from gradaudit.leakage.matching.objective import Objective
 from gradaudit.registry import build, known
@@ -92,8 +92,8 @@ def test_a_gradient_of_zeros_is_no_wrong_sign():
 def test_attacks_take_the_counter_when_told_and_say_so(load, attack):
     model = load("bert")
     cls = known("attack")[attack]
-    assert cls.handles >= COUNTERED
-    assert {trait for name in KINDS for trait in traits_of(name)} == COUNTERED
+    assert cls.handles >= TEXT_COUNTERED
+    assert {trait for name in KINDS for trait in traits_of(name)} == TEXT_COUNTERED
     quick = {"steps": 12, "learning_rate": 0.05} | (
         {"starts": 4, "permutations": 0, "edits": 0} if attack == "lamp" else {}
     )

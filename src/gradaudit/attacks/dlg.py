@@ -9,7 +9,7 @@ from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.errors import BadInputError
-from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
 from gradaudit.leakage.matching.distances import SquaredL2
 from gradaudit.leakage.matching.loop import Matching, match
 from gradaudit.leakage.observed import STEP
@@ -40,8 +40,8 @@ class Dlg(Attack):
         "DLG (Zhu et al., NeurIPS 2019), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
-    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
-    countered: ClassVar[frozenset[Trait]] = COUNTERED
+    handles: ClassVar[frozenset[Trait]] = TEXT_COUNTERED | {"zero mean"}
+    countered: ClassVar[frozenset[Trait]] = TEXT_COUNTERED
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
     start: float = options.start()

@@ -9,7 +9,7 @@ from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words
 from gradaudit.leakage.matching.layout import layout
-from gradaudit.leakage.matching.similarity import REPLAYED, Likeness
+from gradaudit.leakage.matching.similarity import APPLIED_TO_GUESS, Likeness
 from gradaudit.leakage.matching.start import first_labels
 from gradaudit.leakage.priors import frequent_tokens
 from gradaudit.registry import hyper, register
@@ -37,8 +37,8 @@ class Exchange(Attack):
         "ours: proposals as HotFlip (Ebrahimi et al., ACL 2018) makes them, for the likeness of gradients"
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
-    handles: ClassVar[frozenset[Trait]] = REPLAYED | {"zero mean", "scaled", "support", "one example clipped"}
-    countered: ClassVar[frozenset[Trait]] = REPLAYED
+    handles: ClassVar[frozenset[Trait]] = APPLIED_TO_GUESS | {"zero mean", "scaled", "support", "one example clipped"}
+    countered: ClassVar[frozenset[Trait]] = APPLIED_TO_GUESS
     evaluations: int = hyper(1500, "gradients computed at most", source="ours: 5 to 10 s on LTI's transformer")
     proposals: int = hyper(48, "exchanges judged a round", source="ours: tried on public windows")
     assumed_length: int = hyper(16, "sentence length when nothing tells it", unit="tokens", source="ours")

@@ -10,7 +10,7 @@ from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
-from gradaudit.leakage.images.matching import COUNTERED, first_labels, match_for, reconstructed, total_variation
+from gradaudit.leakage.images.matching import IMAGE_COUNTERED, first_labels, match_for, reconstructed, total_variation
 from gradaudit.leakage.images.replay import image_objective
 from gradaudit.leakage.labels import known_labels
 from gradaudit.leakage.matching.descent import pull
@@ -36,7 +36,7 @@ class GenerativePrior(Attack[ImageModel]):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size", "public")
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
-    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
+    handles: ClassVar[frozenset[Trait]] = IMAGE_COUNTERED | {"zero mean"}
     models_dropout: ClassVar[bool] = True  # these models have none
     latent_steps: int = hyper(500, "Adam steps over latents", source="ours")
     latent_rate: float = hyper(0.05, "learning rate of latents", source="ours")

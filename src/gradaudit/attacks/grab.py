@@ -12,7 +12,7 @@ from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.matching.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
-from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
 from gradaudit.leakage.matching.descent import Descent, Schedule, minimize
 from gradaudit.leakage.matching.distances import L2, Distance
 from gradaudit.leakage.matching.layout import Layout
@@ -48,8 +48,8 @@ class Grab(Attack):
     source: ClassVar[str] = "Grab (Feng et al., ACM CCS 2024), sections 4 and 5"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    handles: ClassVar[frozenset[Trait]] = COUNTERED - {"signs"} | {"zero mean"}
-    countered: ClassVar[frozenset[Trait]] = COUNTERED
+    handles: ClassVar[frozenset[Trait]] = TEXT_COUNTERED - {"signs"} | {"zero mean"}
+    countered: ClassVar[frozenset[Trait]] = TEXT_COUNTERED
     models_dropout: ClassVar[bool] = True
     rounds: int = hyper(5, "rounds of continuous and discrete search", source="section 5.1")
     steps: int = hyper(2000, "AdamW steps a round", source="section 5.1")

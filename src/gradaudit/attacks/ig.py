@@ -10,7 +10,7 @@ from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.leakage.images.matching import (
-    COUNTERED,
+    IMAGE_COUNTERED,
     Signed,
     first_labels,
     match_for,
@@ -41,7 +41,7 @@ class InvertingGradients(Attack[ImageModel]):
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
     tasks: ClassVar[tuple[str, ...]] = ("image-classification",)
-    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
+    handles: ClassVar[frozenset[Trait]] = IMAGE_COUNTERED | {"zero mean"}
     models_dropout: ClassVar[bool] = True  # these models have none
     steps: int = hyper(2000, "steps of signed Adam", source="ours: the paper takes 4,800 on CIFAR-10")
     learning_rate: float = hyper(0.1, "at first; a tenth after 3/8, 5/8 and 7/8 of the steps", source="Geiping et al.")

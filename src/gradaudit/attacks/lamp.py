@@ -11,7 +11,7 @@ from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
-from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
 from gradaudit.leakage.matching.descent import Descent, Point, Schedule, better
 from gradaudit.leakage.matching.distances import Cosine, Distance, SquaredL2
 from gradaudit.leakage.matching.replay import objective_of
@@ -44,8 +44,8 @@ class Lamp(Attack):
     name: ClassVar[str] = "lamp"
     source: ClassVar[str] = "LAMP (Balunovic et al., NeurIPS 2022), sections 4 and 5, appendix A"
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
-    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
-    countered: ClassVar[frozenset[Trait]] = COUNTERED
+    handles: ClassVar[frozenset[Trait]] = TEXT_COUNTERED | {"zero mean"}
+    countered: ClassVar[frozenset[Trait]] = TEXT_COUNTERED
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     distance: str = hyper("cos", "'cos' or 'l2+l1'", source="section 5")
     starts: int = hyper(500, "Gaussian starts, of which the best is taken", source="appendix A")

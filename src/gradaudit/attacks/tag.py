@@ -8,7 +8,7 @@ import torch
 from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
-from gradaudit.leakage.matching.counters import COUNTERED, countered
+from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
 from gradaudit.leakage.matching.distances import SquaredL2
 from gradaudit.leakage.matching.loop import Matching, match
 from gradaudit.leakage.observed import STEP
@@ -30,8 +30,8 @@ class Tag(Attack):
         "TAG (Deng et al., EMNLP Findings 2021), with the settings of LAMP's harness (Balunovic et al., 2022)"
     )
     needs: ClassVar[tuple[str, ...]] = ("batch_size",)
-    handles: ClassVar[frozenset[Trait]] = COUNTERED | {"zero mean"}
-    countered: ClassVar[frozenset[Trait]] = COUNTERED
+    handles: ClassVar[frozenset[Trait]] = TEXT_COUNTERED | {"zero mean"}
+    countered: ClassVar[frozenset[Trait]] = TEXT_COUNTERED
     steps: int = hyper(2500, "Adam steps", source="LAMP, appendix: baselines")
     learning_rate: float = hyper(0.1, "Adam's learning rate", source="LAMP, appendix: baselines")
     l1: float = hyper(0.01, "weight of the L1 term", source="LAMP, appendix: baselines")

@@ -18,8 +18,8 @@ from gradaudit.registry import hyper, register
 class ErrorFeedback(UpdateDefense):
     """Add what the defenses named behind it left out of earlier rounds' updates, before they act on this one's.
 
-    With u = g + e they send C(u), and e becomes u - C(u). What is held back is the client's state, not the defense's
-    (`gradaudit.client.client.error_feedback`); by itself, as in a first round, it changes nothing.
+    With u = g + e they send C(u), and e becomes u - C(u). What is held back is the client's state (`Client.held`), and
+    not the defense's; by itself, as in a first round, it changes nothing.
 
     Raises:
         BadInputError: a number of rounds below 0.

@@ -34,7 +34,7 @@ _RULES: Mapping[Level, str] = {
     ),
     "inconclusive": (
         "“Inconclusive” is said when no batch was judged in some setting, because every batch failed or no "
-        "attack ran, and no other setting leaks; it says nothing about safety."
+        "attack ran, and no other setting leaks, in full or in part; it says nothing about safety."
     ),
 }
 

@@ -17,7 +17,7 @@ from gradaudit.models.images import ImageModel
 from gradaudit.progress import track
 from gradaudit.types import Observation, Reconstruction
 
-COUNTERED: frozenset[Trait] = frozenset({"signs", "support"})
+IMAGE_COUNTERED: frozenset[Trait] = frozenset({"signs", "support"})
 """Traits that an adapted distance reckons with."""
 _TINY = 1e-30
 

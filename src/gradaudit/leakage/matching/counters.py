@@ -5,7 +5,7 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.matching.distances import Distance, Normalized, OnSupport, WrongSigns
 from gradaudit.types import Observation
 
-COUNTERED: frozenset[Trait] = frozenset({"unit norm", "support", "signs"})
+TEXT_COUNTERED: frozenset[Trait] = frozenset({"unit norm", "support", "signs"})
 """Traits that `countered` reckons with."""
 
 

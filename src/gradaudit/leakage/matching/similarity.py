@@ -12,7 +12,7 @@ from gradaudit.leakage.observed import as_gradient, word_gradient_hidden
 from gradaudit.models.views import View
 from gradaudit.types import Observation
 
-REPLAYED: frozenset[Trait] = frozenset({"unit norm", "signs"})
+APPLIED_TO_GUESS: frozenset[Trait] = frozenset({"unit norm", "signs"})
 """Traits of defenses that are applied to the guess's update before it is compared. Pruning is not: the largest
 coordinates of a wrong guess are other ones, and the cosine would see nothing of what is right in it."""
 _TINY = 1e-30
@@ -46,7 +46,7 @@ class Likeness:
         self._size = float(torch.stack([t.square().sum() for t in self._observed.values()]).sum().sqrt())
         self._names = sorted({view.parameter for view in self._views.values()})
         told = seen.knowledge.defenses or ()
-        self._told = [trait for d in told for trait in sorted(traits_of(d) & REPLAYED) if replay]
+        self._told = [trait for d in told for trait in sorted(traits_of(d) & APPLIED_TO_GUESS) if replay]
         if "unit norm" in self._told:
             must_be_whole(seen, attack)
         self._table = seen.model.word_vectors().detach()
