@@ -120,11 +120,14 @@ class DecodedRows:
         blurred: the observation with one more draw of the gradient's error added; None where it is known exactly.
     """
 
+    _blurred: Signals | None = None
+
     def __init__(
         self, seen: Observation, inputs: MaskedInputs, found: list[Row], blurred: Observation | None = None
     ) -> None:
         self.seen, self.inputs, self.found = seen, inputs, found
-        self._blurred = None if blurred is None else DecodedRows(blurred, inputs, found).signals()
+        if blurred is not None:
+            self._blurred = DecodedRows(blurred, inputs, found).signals()
         self.model, self.size = seen.model, seen.knowledge.batch_size
 
     def rate(self) -> float:
