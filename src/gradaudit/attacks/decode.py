@@ -77,9 +77,7 @@ class Decode(Attack):
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens")
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length"):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"attack 'decode': {name} must be at least 1, got {getattr(self, name)}")
+        self._at_least(1, "candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length")
         if not 0 < self.false_discoveries < 1:
             raise BadInputError(
                 f"attack 'decode': false_discoveries must lie between 0 and 1, got {self.false_discoveries}"

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.channels import Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage import options
 from gradaudit.leakage.matching.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.matching.counters import COUNTERED, countered
@@ -173,7 +173,7 @@ class _Run:
             slots = self._slots(last)
             continuous = self._continuous(self._start(last, slots), slots)
             for row, pool in enumerate(pools):
-                pool |= dict.fromkeys(continuous.ids[row, ~(slots.fixed | ~slots.mask)[row]].tolist())
+                pool |= dict.fromkeys(continuous.ids[row, ~slots.still[row]].tolist())
             orders = self._orders(continuous.ids, slots)
             first = [continuous.ids, *([last.ids] if last is not None else []), *orders]
             search = BeamSearch(self.of, self.table, self.model.special, self.open, how.anew, how.moves)
@@ -242,7 +242,7 @@ class _Run:
 
     def _start(self, last: Beam | None, slots: Layout) -> Tensor:
         """Return [1, B, T, d] word vectors: the best of Gaussian starts, or of orders of the last round's tokens."""
-        how, still = self.how, slots.fixed | ~slots.mask
+        how, still = self.how, slots.still
         if last is None:
             norm = float(self.table.norm(dim=1).mean())
             drawn = gaussian(slots, self.table, norm, how.starts, self.rng)
@@ -271,7 +271,7 @@ class _Run:
             clip=how.clip if how.large else 0.0,
         )
         learn = "clamp" if self.labels.learned else None
-        still = slots.fixed | ~slots.mask
+        still = slots.still
         descent = Descent(start, still, self.of.labels[None], learn, schedule, self.masks)
 
         def loss(vectors: Tensor, labels: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ class _Run:
         """Return the best orders of a guess's tokens, as many as the beam is wide."""
         if not self.how.permutations:
             return []
-        order = permutations(slots.fixed | ~slots.mask, self.how.permutations, self.rng)
+        order = permutations(slots.still, self.how.permutations, self.rng)
         some = torch.unique(reordered(ids, order), dim=0)
         return list(some[self._best(self.table[some], self.how.beam_width, slots)])
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.channels import Trait
+from gradaudit.leakage import options
 from gradaudit.leakage.images.matching import (
     COUNTERED,
     Signed,

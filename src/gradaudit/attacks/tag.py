@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.channels import Trait
+from gradaudit.leakage import options
 from gradaudit.leakage.matching.counters import COUNTERED, countered
 from gradaudit.leakage.matching.distances import SquaredL2
 from gradaudit.leakage.matching.loop import Matching, match

@@ -57,7 +57,7 @@ def analytic_label(seen: Observation[Model]) -> int | None:
 
 
 def known_labels(seen: Observation[Any]) -> tuple[Tensor | None, str]:
-    """Return labels [B] that were given, or one read off the output layer, and which; None, "learned" without either."""
+    """Return labels [B] that were given or can be read off the output layer, and which; else None and "learned"."""
     known, how = seen.knowledge.labels, "given"
     if known is None and (read := analytic_label(seen)) is not None:
         known, how = (read,), "read from the output layer"

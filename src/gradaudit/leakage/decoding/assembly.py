@@ -5,7 +5,7 @@ One file because it is one search, whose stages hand the same state on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,18 +98,29 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
     deeper = [layer for layer, _ in rest.left if layer > 0]
     linked = min(len(found), rest.span(min(deeper)).rank if deeper else len(found))
     support = torch.zeros((len(found), len(found)), dtype=torch.double, device=signals.device)
-    at = 0
-    for layer, role in rest.left:
-        if layer != 0:
-            continue
-        out = len(rest.left[layer, role])
-        part, at = signals[:linked, at : at + out], at + out
-        if role == "v" or linked == 0:
-            continue
-        atoms = model.project(0, "k" if role == "q" else "q", found.rows[:linked])
-        weights = joint_support(part.reshape(atoms.shape), atoms, found.positions[:linked])
-        support[:linked, :linked] += weights + weights.T
+    if linked:
+        sizes = {role: len(gradient) for (layer, role), gradient in rest.left.items() if layer == 0}
+        support[:linked, :linked] = linked_by(model, found.pick(slice(linked)), signals[:linked], sizes)
     return Placed(found, strength, support, linked)
+
+
+def linked_by(model: TextModel, pairs: Pairs, signals: Tensor, sizes: Mapping[str, int], ridge: float = 1e-4) -> Tensor:
+    """Return [n, n], how much pairs take part in explaining each other's signals at queries and keys.
+
+    Args:
+        model: an encoder, dropout off.
+        pairs: tokens at positions.
+        signals: [n, out] of each, role after role.
+        sizes: by role, in order, how many of the signals are its own.
+        ridge: as `joint_support` has it.
+    """
+    support = torch.zeros((len(pairs), len(pairs)), dtype=torch.double, device=signals.device)
+    for role, part in zip(sizes, torch.split(signals, list(sizes.values()), 1), strict=True):
+        if role in "qk":
+            atoms = model.project(0, "k" if role == "q" else "q", pairs.rows)
+            weights = joint_support(part.reshape(atoms.shape), atoms, pairs.positions, ridge=ridge)
+            support += weights + weights.T
+    return support
 
 
 def propose(model: TextModel, placed: Placed, lengths: int = 6) -> list[tuple[int, ...]]:

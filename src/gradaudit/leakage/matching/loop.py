@@ -64,7 +64,7 @@ def match(seen: Observation, rng: torch.Generator, distance: Distance, how: Matc
     first = first_labels(seen, frame)
     learn = first.learned or how.learn_labels
     labels = _labels(first, how.restarts, learn, seen, rng)
-    still = frame.fixed | ~frame.mask
+    still = frame.still
 
     def loss(vectors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return objective(vectors, frame.mask, targets)

@@ -63,7 +63,7 @@ class Replay(Objective):
         how = seen.knowledge.training
         if how is None or how.optimizer != "sgd":
             raise NotSupportedError("only known local steps of SGD can be replayed")
-        self._training = how
+        self._training, self.passes = how, how.steps(self._size)
         every = self.model.parameters()
         shared = {view.parameter for view in seen.views.values()}
         trained = shared if seen.selection == "all" else set(every)
@@ -89,10 +89,6 @@ class Replay(Objective):
                 total = total + of_whole(view(change[view.parameter]).reshape(1, 1, -1), target, self.distance)
             found.append(total * self.distance.share(len(self._whole)))
         return torch.cat(found)
-
-    @property
-    def passes(self) -> int:
-        return self._training.steps(self._size)
 
     def details(self) -> dict[str, Any]:
         told = {"compiled": "replayed steps are not compiled"} if asked() else {}

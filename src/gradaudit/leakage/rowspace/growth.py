@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values, prefix_residuals
+from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
 from gradaudit.leakage.rowspace.subspace import (
     Candidates,
     Span,
@@ -239,7 +239,9 @@ def _inner_ends(seen: Observation, sentences: list[tuple[int, ...]], fixed_rank:
         return []
     found: list[tuple[int, ...]] = []
     for sentence in sentences:
-        residuals = prefix_residuals(model, ends, list(sentence))
+        with torch.no_grad():  # one causal run tests every prefix
+            rows = model.attention_inputs(last, torch.tensor([sentence], device=ends.basis.device))[0]
+        residuals = ends.residual(rows)
         for length in torch.where(residuals[:-1] < UNRELATED / 10)[0].tolist():
             prefix = sentence[: length + 1]
             if prefix not in found and prefix not in sentences:
