@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -306,18 +306,10 @@ class _Run:
     def _told(self, best: Beam, rounds: int, begun: int) -> Reconstruction:
         mask = self.of.lengths_of(best.ids, self.model.special.pad)
         sequences = tuple(tuple(row[keep].tolist()) for row, keep in zip(best.ids, mask, strict=True))
-        final = self.of.labels
-        classes = final.argmax(-1) if final.dim() > 1 else final
-        refitted = self.refit.spent if self.refit is not None else 0
-        details: dict[str, Any] = {
-            "distance": best.loss,
-            "gradient_evaluations": (self.spent + self.of.evaluations + refitted) * self.objective.passes,
-            "rounds": rounds,
-            **self.objective.details(),
-            "labels": self.labels.how,
-        }
+        evaluations = self.spent + self.of.evaluations + (self.refit.spent if self.refit is not None else 0)
+        more = {"rounds": rounds}
         if self.masks is not None:
-            details["mask_sites"] = len(self.masks.variables())
-        notes = [f"taken up again after round {begun}: the seconds are of the rest"] if begun else []
-        notes += self.objective.notes()
-        return Reconstruction(sequences, tuple(classes.tolist()), notes=tuple(notes), details=details)
+            more["mask_sites"] = len(self.masks.variables())
+        found = self.objective.told(sequences, self.of.labels, self.labels.how, best.loss, evaluations, **more)
+        again = (f"taken up again after round {begun}: the seconds are of the rest",) if begun else ()
+        return replace(found, notes=(*again, *found.notes))

@@ -13,7 +13,6 @@ from gradaudit.channels import Trait
 from gradaudit.leakage import options
 from gradaudit.leakage.images.matching import (
     COUNTERED,
-    Signed,
     first_labels,
     match_for,
     minimize_images,
@@ -67,8 +66,8 @@ class InvertingGradients(Attack[ImageModel]):
         def loss(images: Tensor, classes: Tensor) -> Tensor:
             return objective(images, classes) + self.total_variation * total_variation(images)
 
-        schedule = Signed(self.steps, self.learning_rate)
-        images, final = minimize_images(start, labels, known is None, loss, schedule, self.name)
+        steps, rate = self.steps, self.learning_rate
+        images, final = minimize_images(start, labels, known is None, loss, steps, rate, self.name)
         with torch.no_grad():
             value = objective(images, final)
         best = int(value.nan_to_num(nan=torch.inf).argmin())

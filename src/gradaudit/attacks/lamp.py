@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -133,15 +133,8 @@ class Lamp(Attack):
         best = better(best, Point(descent.vectors, descent.labels.detach(), end, 1))
         ids = nearest_tokens(best.embeddings[0], table, sorted(seen.model.special.ids))
         ids = torch.where(still, frame.ids, ids)
-        final = best.labels[0]
-        classes = tuple((final.argmax(-1) if final.dim() > 1 else final).tolist())
-        details: dict[str, Any] = {
-            "distance": float(best.loss[0]),
-            "gradient_evaluations": (3 * (self.steps + 1) + of.evaluations) * objective.passes,
-            **objective.details(),
-            "labels": labels.how,
-        }
-        return Reconstruction(frame.sequences(ids), classes, notes=tuple(objective.notes()), details=details)
+        evaluations = 3 * (self.steps + 1) + of.evaluations
+        return objective.told(frame.sequences(ids), best.labels[0], labels.how, float(best.loss[0]), evaluations)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         edits = self.edits * batch_size * (self.steps // self.every)

@@ -26,24 +26,7 @@ from gradaudit.leakage.matching.screening import Base, Beside, Factors, Heat, Ma
 from gradaudit.leakage.observed import as_gradient, word_gradient_hidden
 from gradaudit.models.taps import Tap, Traced
 from gradaudit.models.views import View
-from gradaudit.types import Observation
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a view's gradient is found.
-
-    Args:
-        name: the view's.
-        parameter: whose tap.
-        rows: which columns of what was written.
-        shape: of the gradient, [out, in] for a matrix.
-    """
-
-    name: str
-    parameter: str
-    rows: tuple[int, int] | None
-    shape: torch.Size
+from gradaudit.types import Observation, Reconstruction
 
 
 @dataclass(frozen=True)
@@ -51,12 +34,14 @@ class _Part:
     """Tensors that are measured together: one matrix, or all vectors of one size.
 
     Args:
-        places: where they are found.
+        views: where they are found.
+        shapes: of each one's gradient, [out, in] for a matrix.
         observed: what they are compared with.
         matrix: whether it is one matrix, made of outer products.
     """
 
-    places: tuple[_Place, ...]
+    views: tuple[View, ...]
+    shapes: tuple[torch.Size, ...]
     observed: Observed
     matrix: bool
 
@@ -110,18 +95,20 @@ class Objective:
     def _arranged(self, found: dict[str, str]) -> list[_Part]:
         """Return what is measured together: each matrix, and vectors of one size."""
         parts: list[_Part] = []
-        vectors: dict[int, list[tuple[_Place, Tensor]]] = {}
+        vectors: dict[int, list[tuple[View, Tensor]]] = {}
         for name, how in found.items():
             view = self._views[name]
-            value = _oriented(view, how, self._observed[name])
-            place = _Place(name, view.parameter, view.rows, value.shape)
+            turned = how == "transposed" and view.name == view.parameter
+            # as [out, in], the orientation that factors are multiplied in
+            value = (self._observed[name].T if turned else self._observed[name]).contiguous()
             if how in ("matrix", "transposed"):
-                parts.append(_Part((place,), self._target(value), True))
+                parts.append(_Part((view,), (value.shape,), self._target(value), True))
             else:
-                vectors.setdefault(value.numel(), []).append((place, value))
+                vectors.setdefault(value.numel(), []).append((view, value))
         for some in vectors.values():
-            values = torch.stack([value.flatten() for _, value in some])
-            parts.append(_Part(tuple(place for place, _ in some), self._target(values), False))
+            views, values = zip(*some, strict=True)
+            flat = torch.stack([value.flatten() for value in values])
+            parts.append(_Part(views, tuple(value.shape for value in values), self._target(flat), False))
         return parts
 
     def _target(self, values: Tensor) -> Observed:
@@ -140,6 +127,33 @@ class Objective:
         """Return what a reader of the result has to know."""
         return [f"a weight change of {self._steps} local steps was read as one gradient"] if self._steps > 1 else []
 
+    def told(
+        self,
+        sequences: tuple[tuple[int, ...], ...],
+        labels: Tensor,
+        how: str,
+        distance: float,
+        evaluations: int,
+        **more: Any,
+    ) -> Reconstruction:
+        """Return a guess for the record.
+
+        Args:
+            sequences: token ids.
+            labels: [B] classes or [B, classes] shares; next words have none.
+            how: where labels are from.
+            distance: of the guess.
+            evaluations: guesses measured, in gradients of one batch.
+            more: further details.
+        """
+        details: dict[str, Any] = {"distance": distance, "gradient_evaluations": evaluations * self.passes}
+        details |= self.details() | more
+        if self._causal:
+            return Reconstruction(sequences, notes=tuple(self.notes()), details=details)
+        classes = labels.argmax(-1) if labels.dim() > 1 else labels
+        details["labels"] = how
+        return Reconstruction(sequences, tuple(classes.tolist()), notes=tuple(self.notes()), details=details)
+
     def __call__(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None) -> Tensor:
         """Return the distance of each candidate, [N]; differentiable by all that has a gradient.
 
@@ -157,8 +171,7 @@ class Objective:
 
     def structure(self) -> Hashable:
         """Return all that the operations depend on but the guess and `targets`."""
-        places = tuple((p.matrix, *((q.name, q.rows, tuple(q.shape)) for q in p.places)) for p in self._parts)
-        return self.distance, self._rate, places
+        return self.distance, self._rate, tuple((p.matrix, p.views, p.shapes) for p in self._parts)
 
     def targets(self) -> list[Tensor]:
         """Return what the update is compared with, as flat tensors."""
@@ -200,7 +213,7 @@ class Objective:
         found = []
         for part, target in zip(self._parts, observed, strict=True):
             if part.matrix:
-                made = self._at(part.places[0], factors)
+                made = self._at(part.views[0], factors)
                 slope = made.slope if thin == 1 else made.slope[..., ::thin].contiguous()
                 found.append(Product(slope, made.read, target.thinned(thin)))
         return found
@@ -293,16 +306,16 @@ class Objective:
         return torch.cat(found)
 
     @staticmethod
-    def _at(place: _Place, factors: Made) -> Factors:
+    def _at(view: View, factors: Made) -> Factors:
         """Return a view's factors: those of its parameter, or of some of its outputs."""
-        whole = factors[place.parameter]
-        if place.rows is None:
+        whole = factors[view.parameter]
+        if view.rows is None:
             return whole
-        return Factors(whole.how, whole.slope[..., place.rows[0] : place.rows[1]], whole.read)
+        return Factors(whole.how, whole.slope[..., view.rows[0] : view.rows[1]], whole.read)
 
     def _vectors(self, part: _Part, factors: Made) -> Tensor:
         """Return predicted vectors [N, k, w]."""
-        made = [(self._at(place, factors), place.shape) for place in part.places]
+        made = [(self._at(view, factors), shape) for view, shape in zip(part.views, part.shapes, strict=True)]
         return torch.stack([gradient(f.how, f.slope, f.read, shape).flatten(1) for f, shape in made], 1)
 
     @torch.no_grad()
@@ -320,8 +333,8 @@ class Objective:
         observed = []
         for part in self._parts:
             if part.matrix:
-                made = self._at(part.places[0], factors)
-                own = gradient(made.how, made.slope, made.read, part.places[0].shape)[0]
+                made = self._at(part.views[0], factors)
+                own = gradient(made.how, made.slope, made.read, part.shapes[0])[0]
             else:
                 own = self._vectors(part, factors)[0]
             before = part.observed
@@ -380,9 +393,3 @@ class Objective:
             mask = torch.ones(2, 3, dtype=torch.bool, device=vectors.device)
             labels = torch.zeros((2, 3) if self._causal else 2, dtype=torch.long, device=vectors.device)
             return model.traced(embeddings=vectors, mask=mask, labels=labels, watch=self.watched).taps
-
-
-def _oriented(view: View, how: str, observed: Tensor) -> Tensor:
-    """Return an observed tensor as [out, in], the orientation that factors are multiplied in."""
-    whole = view.name == view.parameter
-    return observed.T.contiguous() if how == "transposed" and whole else observed.contiguous()

@@ -27,6 +27,8 @@ ROUNDING = 5e-6
 """Residuals of true rows in float32: measured at most 3.2e-6 over batches of up to 170 tokens."""
 UNRELATED = 0.05
 """No gap threshold above this: rows that only share words with the batch start near 0.1."""
+_SPREAD = 64
+"""Tokens spread over the vocabulary that stand for all of it."""
 _REPEATS = 16
 """Longest run of one token a rotary sentence may start with: see `grow`."""
 
@@ -192,15 +194,7 @@ def _later(
 ) -> tuple[list[tuple[int, ...]], int]:
     """Return the sentences of a batch padded on the left that start later; all end where the longest does.
 
-    Args:
-        seen: the observation.
-        accepted: the tokens by position.
-        second: block 1's span.
-        rules: tolerances and bounds.
-        found: the sentences that start at the first position.
-
-    Returns:
-        Token ids, and prefixes tested.
+    Found are those that start at the first position. The second thing returned counts the prefixes tested.
     """
     size, tried = seen.knowledge.batch_size, 0
     later: list[tuple[int, ...]] = []
@@ -214,6 +208,12 @@ def _later(
         tried += more
         later += [text for text in grown if start + len(text) == end and text not in found]
     return later, tried
+
+
+def spread_tokens(model: TextModel, device: torch.device) -> Tensor:
+    """Return tokens whose rows show whether a row space is full, and where wrong rows lie."""
+    apart = max(1, model.vocabulary_size // _SPREAD)
+    return torch.arange(apart // 2, model.vocabulary_size, apart, device=device)
 
 
 def phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradaudit.leakage.rowspace.deflation import Remainder, matrices_of, remainder, sentence_gradient
 from gradaudit.leakage.rowspace.evidence import Rating, deviation, leverage_of, outside_of
-from gradaudit.leakage.rowspace.growth import AcceptedTokens, Rules, grow
+from gradaudit.leakage.rowspace.growth import AcceptedTokens, Rules, grow, spread_tokens
 from gradaudit.leakage.rowspace.prefixes import Attended, Measures, blocks_for, leaf_values
 from gradaudit.leakage.rowspace.sentence_ends import Ends
 from gradaudit.leakage.rowspace.subspace import Span
@@ -28,8 +28,6 @@ from gradaudit.types import Observation
 
 FULL = 0.02
 """A row space is full when rows that are not the batch's lie nearer than this: right ones are at 1e-6 to 1e-5."""
-_PROBES = 64
-"""Tokens spread over the vocabulary whose rows show whether a row space is full, and where wrong rows lie."""
 _DEEPER = 3
 """The last block whose inputs rate prefixes: more of them tell more, and each costs."""
 _OTHERS = 8
@@ -78,16 +76,11 @@ def is_full(model: TextModel, span: Span) -> bool:
         return True
     if span.rank < model.width // 2:
         return False
-    probes = _probes(model, span.basis.device)
+    probes = spread_tokens(model, span.basis.device)
     # as second tokens: the first of a text has nearly one input in models that attend to it as a sink
     pairs = torch.stack([probes.roll(1), probes], 1)
     residuals = span.residual(model.attention_inputs(span.layer, pairs)[:, 1])
     return float(residuals.median()) < FULL
-
-
-def _probes(model: TextModel, device: torch.device) -> Tensor:
-    apart = max(1, model.vocabulary_size // _PROBES)
-    return torch.arange(apart // 2, model.vocabulary_size, apart, device=device)
 
 
 @dataclass
@@ -212,12 +205,7 @@ class Crowd:
         return [one for one in rated if one[0] in near], [one for one in rated if one[0] not in near]
 
     def _extended(
-        self,
-        measures: tuple[Measures, Measures],
-        prefixes: Tensor,
-        score: Tensor,
-        words: Tensor,
-        most: int,
+        self, measures: tuple[Measures, Measures], prefixes: Tensor, score: Tensor, words: Tensor, most: int
     ) -> tuple[Tensor, Tensor]:
         """Return the likeliest prefixes one token longer, and their scores."""
         at_once, deeper = measures
