@@ -10,7 +10,6 @@ import torch
 
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.noise_floor import (
-    above_noise,
     clear_cut,
     few_digits,
     few_values,
@@ -19,7 +18,7 @@ from gradaudit.leakage.rowspace.noise_floor import (
     whitened,
 )
 from gradaudit.leakage.rowspace.noisy_growth import _lost_its_way, _trimmed
-from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck, below_wrong, span
+from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck, above_noise, below_wrong, span
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining
@@ -108,7 +107,7 @@ def test_rows_and_columns_of_a_few_digits_are_balanced_and_rows_follow():
     assert found.scale is not None
     rows = right.T * size * found.scale
     rows = rows / rows.norm(dim=1, keepdim=True)
-    outside = (rows - rows @ found.vectors[:, :RANK] @ found.vectors[:, :RANK].T).norm(dim=1)
+    outside = (rows - rows @ found.basis @ found.basis.T).norm(dim=1)
     assert float(outside.max()) < 0.05
     plain = above_noise([sent], digits=False, sure=True)
     gaps = [float(f.values[RANK - 1] / f.values[RANK]) for f in (found, plain)]

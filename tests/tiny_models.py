@@ -167,7 +167,7 @@ def made_by(objective: Objective, vectors: Tensor, mask: Tensor, labels: Tensor)
     for part, beside in zip(objective._parts, base.observed, strict=True):
         own = beside.offset if part.observed.offset is None else beside.offset - part.observed.offset
         values = [own] if part.matrix else list(own)
-        found |= {place.name: v.reshape(place.shape) for place, v in zip(part.places, values, strict=True)}
+        found |= {w.name: v.reshape(s) for w, s, v in zip(part.views, part.shapes, values, strict=True)}
     return found
 
 

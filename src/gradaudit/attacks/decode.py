@@ -71,16 +71,12 @@ class Decode(Attack):
         source="ours; benchmarks/word_evidence.py",
     )
     order_evaluations: int = hyper(
-        1500,
-        "noise and compression: gradients computed to put words in order",
-        source="20 to 40 s, two cores",
+        1500, "noise and compression: gradients computed to put words in order", source="20 to 40 s, two cores"
     )
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens")
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length"):
-            if getattr(self, name) < 1:
-                raise BadInputError(f"attack 'decode': {name} must be at least 1, got {getattr(self, name)}")
+        self._at_least(1, "candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length")
         if not 0 < self.false_discoveries < 1:
             raise BadInputError(
                 f"attack 'decode': false_discoveries must lie between 0 and 1, got {self.false_discoveries}"

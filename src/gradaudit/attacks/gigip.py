@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
+from gradaudit.leakage import options
 from gradaudit.leakage.images.generator import GeneratorSpec, generator_of
 from gradaudit.leakage.images.matching import IMAGE_COUNTERED, first_labels, match_for, reconstructed, total_variation
 from gradaudit.leakage.images.replay import image_objective

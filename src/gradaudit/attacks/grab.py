@@ -1,15 +1,15 @@
 """Grab: continuous matching with learned dropout masks, and beam search over tokens, in rounds."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage import options
 from gradaudit.leakage.matching.beams import Beam, BeamSearch, ended
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
@@ -171,7 +171,7 @@ class _Run:
             slots = self._slots(last)
             continuous = self._continuous(self._start(last, slots), slots)
             for row, pool in enumerate(pools):
-                pool |= dict.fromkeys(continuous.ids[row, ~(slots.fixed | ~slots.mask)[row]].tolist())
+                pool |= dict.fromkeys(continuous.ids[row, ~slots.still[row]].tolist())
             orders = self._orders(continuous.ids, slots)
             first = [continuous.ids, *([last.ids] if last is not None else []), *orders]
             search = BeamSearch(self.of, self.table, self.model.special, self.open, how.anew, how.moves)
@@ -240,7 +240,7 @@ class _Run:
 
     def _start(self, last: Beam | None, slots: Layout) -> Tensor:
         """Return [1, B, T, d] word vectors: the best of Gaussian starts, or of orders of the last round's tokens."""
-        how, still = self.how, slots.fixed | ~slots.mask
+        how, still = self.how, slots.still
         if last is None:
             norm = float(self.table.norm(dim=1).mean())
             drawn = gaussian(slots, self.table, norm, how.starts, self.rng)
@@ -269,7 +269,7 @@ class _Run:
             clip=how.clip if how.large else 0.0,
         )
         learn = "clamp" if self.labels.learned else None
-        still = slots.fixed | ~slots.mask
+        still = slots.still
         descent = Descent(start, still, self.of.labels[None], learn, schedule, self.masks)
 
         def loss(vectors: Tensor, labels: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ class _Run:
         """Return the best orders of a guess's tokens, as many as the beam is wide."""
         if not self.how.permutations:
             return []
-        order = permutations(slots.fixed | ~slots.mask, self.how.permutations, self.rng)
+        order = permutations(slots.still, self.how.permutations, self.rng)
         some = torch.unique(reordered(ids, order), dim=0)
         return list(some[self._best(self.table[some], self.how.beam_width, slots)])
 
@@ -304,18 +304,10 @@ class _Run:
     def _told(self, best: Beam, rounds: int, begun: int) -> Reconstruction:
         mask = self.of.lengths_of(best.ids, self.model.special.pad)
         sequences = tuple(tuple(row[keep].tolist()) for row, keep in zip(best.ids, mask, strict=True))
-        final = self.of.labels
-        classes = final.argmax(-1) if final.dim() > 1 else final
-        refitted = self.refit.spent if self.refit is not None else 0
-        details: dict[str, Any] = {
-            "distance": best.loss,
-            "gradient_evaluations": (self.spent + self.of.evaluations + refitted) * self.objective.passes,
-            "rounds": rounds,
-            **self.objective.details(),
-            "labels": self.labels.how,
-        }
+        evaluations = self.spent + self.of.evaluations + (self.refit.spent if self.refit is not None else 0)
+        more = {"rounds": rounds}
         if self.masks is not None:
-            details["mask_sites"] = len(self.masks.variables())
-        notes = [f"taken up again after round {begun}: the seconds are of the rest"] if begun else []
-        notes += self.objective.notes()
-        return Reconstruction(sequences, tuple(classes.tolist()), notes=tuple(notes), details=details)
+            more["mask_sites"] = len(self.masks.variables())
+        found = self.objective.told(sequences, self.of.labels, self.labels.how, best.loss, evaluations, **more)
+        again = (f"taken up again after round {begun}: the seconds are of the rest",) if begun else ()
+        return replace(found, notes=(*again, *found.notes))

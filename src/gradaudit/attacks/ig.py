@@ -6,12 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
+from gradaudit.leakage import options
 from gradaudit.leakage.images.matching import (
     IMAGE_COUNTERED,
-    Signed,
     first_labels,
     match_for,
     minimize_images,
@@ -65,8 +64,8 @@ class InvertingGradients(Attack[ImageModel]):
         def loss(images: Tensor, classes: Tensor) -> Tensor:
             return objective(images, classes) + self.total_variation * total_variation(images)
 
-        schedule = Signed(self.steps, self.learning_rate)
-        images, final = minimize_images(start, labels, known is None, loss, schedule, self.name)
+        steps, rate = self.steps, self.learning_rate
+        images, final = minimize_images(start, labels, known is None, loss, steps, rate, self.name)
         with torch.no_grad():
             value = objective(images, final)
         best = int(value.nan_to_num(nan=torch.inf).argmin())

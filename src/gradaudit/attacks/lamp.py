@@ -1,15 +1,15 @@
 """LAMP: cosine matching with discrete edits between the steps, and a language model's opinion where one is at hand."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.errors import BadInputError
+from gradaudit.leakage import options
 from gradaudit.leakage.matching.candidates import Candidates, permutations, reordered
 from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
 from gradaudit.leakage.matching.descent import Descent, Point, Schedule, better
@@ -95,12 +95,12 @@ class Lamp(Attack):
         objective = objective_of(seen, measured, self.replayed_steps)
         frame = frame_of(seen, self.assumed_length)
         labels = first_labels(seen, frame)
-        table, still = seen.model.word_vectors(), frame.fixed | ~frame.mask
+        table, still = seen.model.word_vectors(), frame.still
         screen = self.screen if objective.additive else 1  # replayed steps cannot be estimated
         of = Candidates(objective, frame, labels.values, (None,), screen, self.candidates)
         norm = self.norm or float(table.norm(dim=1).mean())
         prior = load_model(ModelSpec(self.prior, "causal-lm"), table.device) if self.prior else None
-        start = self._start(of, table, still, norm, rng)
+        start = self._start(of, table, norm, rng)
         learned = "softmax" if labels.learned else None
         first = torch.randn(labels.values.shape, generator=rng).to(table) if labels.learned else labels.values
         schedule = Schedule(
@@ -125,45 +125,30 @@ class Lamp(Attack):
             step("lamp: matching", done + 1, self.steps)
             if self.edits and done >= self.steps // 10 and (done + 1) % self.every == 0:
                 of.labels = descent.labels[0].detach()
-                descent.put(self._edited(of, descent.vectors[0], still, table, prior, seen.model, rng)[None])
+                descent.put(self._edited(of, descent.vectors[0], prior, rng)[None])
         with torch.no_grad():
             end = loss(descent.vectors, descent.labels)
         best = better(best, Point(descent.vectors, descent.labels.detach(), end, 1))
         ids = nearest_tokens(best.embeddings[0], table, sorted(seen.model.special.ids))
         ids = torch.where(still, frame.ids, ids)
-        final = best.labels[0]
-        classes = tuple((final.argmax(-1) if final.dim() > 1 else final).tolist())
-        details: dict[str, Any] = {
-            "distance": float(best.loss[0]),
-            "gradient_evaluations": (3 * (self.steps + 1) + of.evaluations) * objective.passes,
-            **objective.details(),
-            "labels": labels.how,
-        }
-        return Reconstruction(frame.sequences(ids), classes, notes=tuple(objective.notes()), details=details)
+        evaluations = 3 * (self.steps + 1) + of.evaluations
+        return objective.told(frame.sequences(ids), best.labels[0], labels.how, float(best.loss[0]), evaluations)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         edits = self.edits * batch_size * (self.steps // self.every)
         return int(STEP * self.steps + CANDIDATE * (edits + self.starts + self.permutations))
 
-    def _start(self, of: Candidates, table: Tensor, still: Tensor, norm: float, rng: torch.Generator) -> Tensor:
+    def _start(self, of: Candidates, table: Tensor, norm: float, rng: torch.Generator) -> Tensor:
         drawn = gaussian(of.frame, table, norm, self.starts, rng)
         chosen = drawn[int(of.best(drawn, 1)[0][0])]
         if self.permutations:
-            some = torch.cat([chosen[None], reordered(chosen, permutations(still, self.permutations, rng))])
+            some = torch.cat([chosen[None], reordered(chosen, permutations(of.frame.still, self.permutations, rng))])
             chosen = some[int(of.best(some, 1)[0][0])]
         return chosen[None]
 
-    def _edited(
-        self,
-        of: Candidates,
-        vectors: Tensor,
-        still: Tensor,
-        table: Tensor,
-        prior: TextModel | None,
-        model: TextModel,
-        rng: torch.Generator,
-    ) -> Tensor:
+    def _edited(self, of: Candidates, vectors: Tensor, prior: TextModel | None, rng: torch.Generator) -> Tensor:
         """Return the word vectors after the best edit of each sentence, if one is better than none."""
+        model, still = of.objective.model, of.frame.still
         for row in range(len(vectors)):
             free = torch.where(~still[row])[0].tolist()
             if len(free) < 2:
@@ -178,7 +163,7 @@ class Lamp(Attack):
                 vectors = some[int(kept[0])] if float(values[0]) < float(unchanged) else vectors
                 continue
             weight = self.prior_weight if self.prior_weight >= 0 else _DISTANCES[self.distance][1]
-            ids = nearest_tokens(some[:, row], table, sorted(model.special.ids))
+            ids = nearest_tokens(some[:, row], model.word_vectors(), sorted(model.special.ids))
             ids = torch.where(still[row], of.frame.ids[row], ids)  # special tokens are no words of the text
             opinions = [surprise(prior, model.decode(one[of.frame.mask[row]].tolist())) for one in ids]
             scores = of.measure(some) + weight * torch.tensor(opinions).to(some)

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from gradaudit.attacks import options
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
+from gradaudit.leakage import options
 from gradaudit.leakage.matching.counters import TEXT_COUNTERED, countered
 from gradaudit.leakage.matching.distances import SquaredL2
 from gradaudit.leakage.matching.loop import Matching, match

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.observed import as_gradient
+from gradaudit.leakage.observed import as_gradient, sgd_steps
 from gradaudit.models.base import Model
 from gradaudit.types import Observation
 
@@ -40,8 +40,7 @@ def analytic_label(seen: Observation[Model]) -> int | None:
     # of other losses than cross-entropy the gradient of several logits may be negative
     if model.spec.loss != "cross-entropy" or model.spec.task == "causal-lm" or seen.knowledge.batch_size != 1:
         return None
-    how = seen.knowledge.training
-    if seen.kind == "delta" and (how is None or how.optimizer != "sgd"):
+    if seen.kind == "delta" and sgd_steps(seen) is None:
         return None
     classes, bias, weight = model.spec.labels, None, None
     gradients = as_gradient(seen)

@@ -1,6 +1,7 @@
 """What was seen, as matching and decoding take it: gradient units, whose rows are hidden, which tokens are nearest."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ STEP, CANDIDATE = 1.5, 0.25
 """What a step of the continuous search and a candidate of the discrete one cost, in gradients of a client (MiniLM)."""
 
 
+def sgd_steps(seen: Observation[Any]) -> int | None:
+    """Return how many local steps of SGD the client is known to take; None where that is not known."""
+    how, size = seen.knowledge.training, seen.knowledge.batch_size
+    return None if how is None or how.optimizer != "sgd" or size is None else how.steps(size)
+
+
 def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
     """Return the observed tensors as gradients: a known SGD weight change is divided by -(learning rate x steps).
 
@@ -24,13 +31,13 @@ def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
         return dict(seen.tensors)
     if "unit norm" in all_traits(seen.knowledge.defenses):
         return {name: -value for name, value in seen.tensors.items()}  # its size was taken off by the client
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    if how is None or how.optimizer != "sgd" or size is None:
+    how, steps = seen.knowledge.training, sgd_steps(seen)
+    if how is None or steps is None:
         raise NotSupportedError(
             "matching reads a weight change only when it knows the batch size and that the client used SGD; "
             "this one is of AdamW or of unknown training"
         )
-    return {name: value / -(how.learning_rate * how.steps(size)) for name, value in seen.tensors.items()}
+    return {name: value / -(how.learning_rate * steps) for name, value in seen.tensors.items()}
 
 
 def word_gradient_hidden(seen: Observation) -> list[str]:

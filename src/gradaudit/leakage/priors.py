@@ -5,12 +5,11 @@ from importlib.resources import files
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradaudit.kinds import ByKind
 from gradaudit.models.base import TextModel
 from gradaudit.models.images import ImageModel
-from gradaudit.types import Observation, PublicImages, Reconstruction
+from gradaudit.types import Observation, Reconstruction
 
 
 def frequent_words() -> list[str]:
@@ -42,13 +41,6 @@ def usual_places(model: TextModel) -> list[int]:
     return places
 
 
-def usual_image(model: ImageModel, public: PublicImages | None) -> Tensor:
-    """Return the mean [1, C, H, W] of public images; gray where there are none."""
-    if public is None:
-        return torch.full((1, *model.shape), 0.5, device=model.device)
-    return public.images.mean(0, keepdim=True).to(model.device)
-
-
 def _usual_words(seen: Observation, size: int, length: int) -> Reconstruction:
     special, prior = seen.model.special, frequent_tokens(seen.model)
     frame = len(special.prefix) + len(special.suffix)
@@ -60,7 +52,11 @@ def _usual_words(seen: Observation, size: int, length: int) -> Reconstruction:
 
 
 def _usual_images(seen: Observation[ImageModel], size: int, length: int) -> Reconstruction:
-    return Reconstruction(images=usual_image(seen.model, seen.public).expand(size, -1, -1, -1).clone())
+    if seen.public is None:  # gray
+        image = torch.full((1, *seen.model.shape), 0.5, device=seen.model.device)
+    else:
+        image = seen.public.images.mean(0, keepdim=True).to(seen.model.device)
+    return Reconstruction(images=image.expand(size, -1, -1, -1).clone())
 
 
 GUESSES: ByKind[Callable[[Any, int, int], Reconstruction]] = ByKind("blind guess")

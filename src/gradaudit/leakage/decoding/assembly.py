@@ -3,7 +3,7 @@
 One file because it is one search, whose stages hand the same state on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,8 @@ _ROUNDED = 1e-2
 """How near a number of sentences that is read off the gradient must be to a whole one."""
 _WORST = 8
 """Positions at which exchanges are tried first, those with the worst rows."""
+_OPTIONS, _TURNS = 24, 24
+"""Tokens tried a position, those that the sentence's other tokens attend to most first, and exchanges of a proposal."""
 _ROWS = 8192
 """Token rows of candidate sentences evaluated together: bounds memory."""
 
@@ -49,13 +51,6 @@ class Placed:
     strength: Tensor
     support: Tensor
     linked: int
-
-    def repeated(self) -> Tensor:
-        """Return the words placed at two positions or more among the linked: they are placed least surely."""
-        tokens = self.pairs.tokens[: self.linked]
-        times = (tokens[:, None] == tokens[None]).sum(1)
-        words: Tensor = tokens[times > 1]
-        return words
 
 
 @dataclass(frozen=True)
@@ -96,18 +91,29 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
     deeper = [layer for layer, _ in rest.left if layer > 0]
     linked = min(len(found), rest.span(min(deeper)).rank if deeper else len(found))
     support = torch.zeros((len(found), len(found)), dtype=torch.double, device=signals.device)
-    at = 0
-    for layer, role in rest.left:
-        if layer != 0:
-            continue
-        out = len(rest.left[layer, role])
-        part, at = signals[:linked, at : at + out], at + out
-        if role == "v" or linked == 0:
-            continue
-        atoms = model.project(0, "k" if role == "q" else "q", found.rows[:linked])
-        weights = joint_support(part.reshape(atoms.shape), atoms, found.positions[:linked])
-        support[:linked, :linked] += weights + weights.T
+    if linked:
+        sizes = {role: len(gradient) for (layer, role), gradient in rest.left.items() if layer == 0}
+        support[:linked, :linked] = linked_by(model, found.pick(slice(linked)), signals[:linked], sizes)
     return Placed(found, strength, support, linked)
+
+
+def linked_by(model: TextModel, pairs: Pairs, signals: Tensor, sizes: Mapping[str, int], ridge: float = 1e-4) -> Tensor:
+    """Return [n, n], how much pairs take part in explaining each other's signals at queries and keys.
+
+    Args:
+        model: an encoder, dropout off.
+        pairs: tokens at positions.
+        signals: [n, out] of each, role after role.
+        sizes: by role, in order, how many of the signals are its own.
+        ridge: as `joint_support` has it.
+    """
+    support = torch.zeros((len(pairs), len(pairs)), dtype=torch.double, device=signals.device)
+    for role, part in zip(sizes, torch.split(signals, list(sizes.values()), 1), strict=True):
+        if role in "qk":
+            atoms = model.project(0, "k" if role == "q" else "q", pairs.rows)
+            weights = joint_support(part.reshape(atoms.shape), atoms, pairs.positions, ridge=ridge)
+            support += weights + weights.T
+    return support
 
 
 def propose(model: TextModel, placed: Placed, lengths: int = 6) -> list[tuple[int, ...]]:
@@ -151,37 +157,30 @@ def propose(model: TextModel, placed: Placed, lengths: int = 6) -> list[tuple[in
 
 
 @torch.no_grad()
-def misfit(model: TextModel, spans: Sequence[Span], sentences: Sequence[tuple[int, ...]]) -> Tensor:
-    """Return the distance of each sentence's rows from deeper blocks' spans, [n, T] by token (1 after the end).
+def misfit(model: TextModel, span: Span, sentences: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Return the distance of each sentence's rows from a deeper block's span, and its mean square.
 
     Args:
         model: the model.
-        spans: of blocks 1 and deeper; a token counts with the worst.
+        span: of block 1 or a deeper one.
         sentences: token ids, of any lengths.
+
+    Returns:
+        [n, T] by token, 1 after a sentence's end, and [n].
     """
-    device = spans[0].basis.device
-    longest = max(len(s) for s in sentences)
-    out = torch.ones((len(sentences), longest), device=device)
-    by_length: dict[int, list[int]] = {}
-    for at, sentence in enumerate(sentences):
-        by_length.setdefault(len(sentence), []).append(at)
-    for length, members in by_length.items():
-        for some in torch.split(torch.tensor(members), max(1, _ROWS // length)):
+    device = span.basis.device
+    lengths = torch.tensor([len(s) for s in sentences], device=device)
+    out = torch.ones((len(sentences), int(lengths.max())), device=device)
+    for length in sorted({len(s) for s in sentences}):
+        for some in torch.split(torch.where(lengths == length)[0], max(1, _ROWS // length)):
             ids = torch.tensor([sentences[i] for i in some.tolist()], device=device)
-            rows = [span.residual(model.attention_inputs(span.layer, ids)) for span in spans]
-            worst = torch.stack(rows).amax(0)
-            out[some.to(device), :length] = worst.to(out)
-    return out
-
-
-def total(residuals: Tensor, length: Tensor) -> Tensor:
-    """Return the mean squared residual of each sentence, [n]."""
-    inside = torch.arange(residuals.shape[1], device=residuals.device)[None] < length[:, None]
-    return (residuals.square() * inside).sum(1) / length
+            out[some, :length] = span.residual(model.attention_inputs(span.layer, ids)).to(out)
+    inside = torch.arange(out.shape[1], device=device)[None] < lengths[:, None]
+    return out, (out.square() * inside).sum(1) / lengths
 
 
 def descend(
-    model: TextModel, second: Span, placed: Placed, sentence: tuple[int, ...], options: int, turns: int
+    model: TextModel, second: Span, placed: Placed, sentence: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Tensor]:
     """Mend a sentence by exchanging tokens, one position at a time, for others placed there, while that helps.
 
@@ -190,18 +189,17 @@ def descend(
         second: block 1's span.
         placed: the words at their positions.
         sentence: where to start.
-        options: tokens tried a position, those the sentence's other tokens attend to most first.
-        turns: most exchanges.
 
     Returns:
         The sentence and its residuals in block 1's span, [T].
     """
     positions, tokens = placed.pairs.positions, placed.pairs.tokens
     ending = model.special.suffix[-1:]
-    residuals = misfit(model, [second], [sentence])[0]
+    residuals = misfit(model, second, [sentence])[0][0]
     weak = 1e-9 * placed.strength / placed.strength.max()
-    repeated = placed.repeated()
-    for _ in range(turns):
+    linked = tokens[: placed.linked]
+    repeated = linked[(linked[:, None] == linked[None]).sum(1) > 1]  # at two positions: these are placed least surely
+    for _ in range(_TURNS):
         if float(residuals.max()) < _FITS:
             break
         here = {
@@ -219,7 +217,7 @@ def descend(
             for position in part:
                 at = torch.where(positions == position)[0]
                 often = at[torch.isin(tokens[at], repeated)]
-                at = torch.cat([at[pull[at].argsort(descending=True)][:options], often])
+                at = torch.cat([at[pull[at].argsort(descending=True)][:_OPTIONS], often])
                 for token in tokens[at].tolist():
                     inner = position < len(sentence) - 1
                     if token == sentence[position]:
@@ -233,8 +231,7 @@ def descend(
             tried = [one for one in dict.fromkeys(tried) if len(one) <= model.max_length]
             if not tried:
                 continue
-            scores = misfit(model, [second], tried)
-            values = total(scores, torch.tensor([len(s) for s in tried], device=scores.device))
+            scores, values = misfit(model, second, tried)
             best = int(values.argmin())
             if float(values[best]) < float(residuals.square().mean()) - 1e-9:
                 better = tried[best], scores[best, : len(tried[best])]
@@ -264,11 +261,7 @@ class TakenOut:
 
 
 def take_out(
-    model: TextModel,
-    rest: Remainder,
-    sentence: tuple[int, ...],
-    shares: Sequence[float],
-    layers: Sequence[int],
+    model: TextModel, rest: Remainder, sentence: tuple[int, ...], shares: Sequence[float], layers: Sequence[int]
 ) -> TakenOut | None:
     """Subtract a sentence under the label, and with the share, that make the ranks fall; None when none do.
 
@@ -322,8 +315,6 @@ def solve(
     longest: int,
     *,
     starts: int = 24,
-    options: int = 24,
-    turns: int = 24,
 ) -> tuple[list[Solved], list[tuple[int, ...]], Remainder]:
     """Recover a batch sentence by sentence, each taken out of the gradient before the next is looked for.
 
@@ -335,8 +326,6 @@ def solve(
             fall.
         longest: positions looked at.
         starts: proposals mended a round, best fitting first.
-        options: tokens tried a position.
-        turns: most exchanges a proposal.
 
     Returns:
         The sentences taken out; the best guesses at the others; what is left of the gradient.
@@ -361,14 +350,13 @@ def solve(
             ranked = [(float(at), s) for at, s in enumerate(proposals)]
             break
         second = rest.span(deeper[0])
-        scores = misfit(model, [second], proposals)
-        values = total(scores, torch.tensor([len(s) for s in proposals], device=scores.device))
+        scores, values = misfit(model, second, proposals)
         before = len(solved)
         ranked = []
         for at in values.argsort().tolist()[:starts]:
             if len(solved) > before and float(scores[at, : len(proposals[at])].max()) >= _FITS:
                 break  # a smaller gradient is easier: place the words anew
-            sentence, residuals = descend(model, second, placed, proposals[at], options, turns)
+            sentence, residuals = descend(model, second, placed, proposals[at])
             if float(residuals.max()) >= _FITS:
                 ranked.append((float(residuals.square().mean()), sentence))
                 continue
@@ -389,7 +377,9 @@ def solve(
                 break
         if len(solved) == before:
             break
-    expected = size if size is not None else _sentences(placed) if placed is not None and ranked else 0
+    expected = size or 0
+    if size is None and placed is not None and ranked:  # at least as many as pairs with signal at one position
+        expected = int(placed.pairs.positions.bincount().max())
     missing = max(0, expected - len(solved))
     guesses = _different(ranked, missing)
     if deeper and placed is not None and len(placed.pairs) and len(guesses) < missing:
@@ -402,14 +392,7 @@ def _whole(number: float) -> bool:
 
 
 def _grouped(model: TextModel, placed: Placed, count: int, guesses: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return further guesses from the words that no guess uses, grouped by attention.
-
-    Args:
-        model: the model.
-        placed: the pairs that are left.
-        count: how many.
-        guesses: what was guessed already.
-    """
+    """Return so many further guesses from the words that no guess uses, grouped by attention."""
     special = model.special
     used = {(p, t) for sentence in guesses for p, t in enumerate(sentence)}
     pairs = list(zip(placed.pairs.positions.tolist(), placed.pairs.tokens.tolist(), strict=True))
@@ -421,11 +404,6 @@ def _grouped(model: TextModel, placed: Placed, count: int, guesses: list[tuple[i
     groups = group(placed.support[index][:, index], [pairs[i][0] for i in free], count)
     longest = sorted(groups, key=len, reverse=True)[:count]
     return [(*special.prefix, *(pairs[free[i]][1] for i in members), *special.suffix) for members in longest]
-
-
-def _sentences(placed: Placed) -> int:
-    """Return how many sentences there must be at least: the most pairs with signal at one position."""
-    return int(placed.pairs.positions.bincount().max())
 
 
 def _different(ranked: list[tuple[float, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:

@@ -53,12 +53,7 @@ def decode_masks(
 
 
 def _solve(
-    basis: Tensor,
-    rows: Tensor,
-    forbidden: Tensor | None,
-    rng: torch.Generator | None,
-    steps: int,
-    rounds: int,
+    basis: Tensor, rows: Tensor, forbidden: Tensor | None, rng: torch.Generator | None, steps: int, rounds: int
 ) -> Tensor:
     # float32: only the side of 1/2 on which a coordinate falls is read, and `refine_masks` measures in float64
     onto, x = basis.float(), torch.nn.functional.normalize(rows, dim=1).float() * rows.shape[1] ** 0.5

@@ -47,8 +47,8 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def pick(self, chosen: Tensor) -> Pairs:
-        """Return the chosen ones (indices or a mask)."""
+    def pick(self, chosen: Tensor | slice) -> Pairs:
+        """Return the chosen ones (indices, a mask or a slice)."""
         return Pairs(self.positions[chosen], self.tokens[chosen], self.rows[chosen])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,24 +192,30 @@ def _count(inputs: MaskedInputs, how: Search) -> int:
     return min(max(how.candidates, inputs.span.rank), inputs.model.vocabulary_size)
 
 
+def _decoded(inputs: MaskedInputs, how: Search, found: list[Row], position: int, ids: Tensor, **objective: Any) -> bool:
+    """Add those of some tokens at a position that decode and were not found yet; say whether any decoded."""
+    known = {(row.position, row.token) for row in found}
+    clean = inputs.clean(position, ids)
+    kept, inside = inputs.accepted(clean, decode_masks(inputs.basis, clean, **objective), how.rate)
+    for at in torch.where(inside)[0].tolist():
+        if (position, int(ids[at])) not in known:
+            known.add((position, int(ids[at])))
+            found.append(Row(int(ids[at]), position, kept[at], clean[at]))
+    _told(inputs, found)
+    return bool(inside.any())
+
+
 def _scan(inputs: MaskedInputs, how: Search, found: list[Row]) -> None:
     """Look for every token at every position once."""
     model, prefix = inputs.model, inputs.model.special.prefix[:1]
     longest = min(how.max_length, model.max_length)
     empty = 0
-    known = {(row.position, row.token) for row in found}
     for position in range(longest):
         ids = inputs.near(position, _count(inputs, how))
         if position == 0 and prefix:
             # masked copies of one row blur its residual, so the known first token is decoded directly
             ids = torch.tensor(prefix, device=ids.device)
-        clean = inputs.clean(position, ids)
-        kept, inside = inputs.accepted(clean, decode_masks(inputs.basis, clean), how.rate)
-        for at in torch.where(inside)[0].tolist():
-            if (position, int(ids[at])) not in known:
-                found.append(Row(int(ids[at]), position, kept[at], clean[at]))
-        _told(inputs, found)
-        empty = 0 if bool(inside.any()) else empty + 1
+        empty = 0 if _decoded(inputs, how, found, position, ids) else empty + 1
         if len(found) >= inputs.span.rank or empty == _EMPTY:
             break
 
@@ -221,14 +228,7 @@ def _again(inputs: MaskedInputs, how: Search, found: list[Row], longest: int, rn
         ids = torch.tensor([t for t in near if (position, t) not in known][:_NEAREST], device=inputs.basis.device)
         if len(ids) == 0:
             continue
-        ids = ids.repeat(_RESTARTS)
-        clean = inputs.clean(position, ids)
-        kept, inside = inputs.accepted(clean, decode_masks(inputs.basis, clean, rng=rng, rounds=_ROUNDS), how.rate)
-        for at in torch.where(inside)[0].tolist():
-            if (position, int(ids[at])) not in known:
-                known.add((position, int(ids[at])))
-                found.append(Row(int(ids[at]), position, kept[at], clean[at]))
-        _told(inputs, found)
+        _decoded(inputs, how, found, position, ids.repeat(_RESTARTS), rng=rng, rounds=_ROUNDS)
         if len(found) >= inputs.span.rank:
             return
 

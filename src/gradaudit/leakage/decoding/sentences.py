@@ -147,19 +147,14 @@ class DecodedRows:
             return None
         rows = self.rows()
         q, k = self.model.project(0, "q", rows), self.model.project(0, "k", rows)
-        beside = self._beside(rows)
+        basis = self.inputs.span.basis
+        # the orthonormal directions of the span that the rows leave
+        beside = basis @ torch.linalg.svd(rows @ basis, full_matrices=True).Vh[len(rows) :].T
         towards, hidden = [], []
         for (gradient, *_), like in zip(gradients, (q, k), strict=True):
             towards.append(signals(gradient.double(), rows).view_as(like))
             hidden.append((gradient.double() @ beside).T.reshape(-1, *like.shape[1:]))
         return Signals(towards[0], towards[1], q, k, (hidden[0], hidden[1]), beside)
-
-    def _beside(self, rows: Tensor) -> Tensor:
-        """Return the orthonormal directions of the span that the rows leave, [d, q]."""
-        basis = self.inputs.span.basis
-        inner = rows @ basis
-        outer: Tensor = basis @ torch.linalg.svd(inner, full_matrices=True).Vh[len(rows) :].T
-        return outer
 
     def link(self, seen: Signals) -> Linked:
         """Return the sentences and how sure each is."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.assembly import Placed, propose
-from gradaudit.leakage.decoding.linking import joint_support
+from gradaudit.leakage.decoding.assembly import Placed, linked_by, propose
 from gradaudit.leakage.decoding.order import Ordered, classes_of, judged, mended
 from gradaudit.leakage.decoding.pairs import Pairs, placed_signals
 from gradaudit.leakage.rowspace.deflation import Matrices, sentence_gradient
@@ -63,12 +62,8 @@ def place_words(
     strength = signals.norm(dim=1)
     order = strength.argsort(descending=True)[: int(_SPARE * (len(words) + 2 * size))]
     pairs, strength, signals = pairs.pick(order), strength[order], signals[order]
-    support = torch.zeros((len(pairs), len(pairs)), dtype=torch.double, device=signals.device)
-    for role, part in zip(roles, signals.chunk(len(roles), 1), strict=True):
-        if role in "qk":
-            atoms = model.project(0, "k" if role == "q" else "q", pairs.rows)
-            weights = joint_support(part.reshape(atoms.shape), atoms, pairs.positions, ridge=_RIDGE)
-            support += weights + weights.T
+    sizes = dict.fromkeys(roles, signals.shape[1] // len(roles))
+    support = linked_by(model, pairs, signals, sizes, _RIDGE)
     return Placed(pairs, strength, support, len(pairs))
 
 

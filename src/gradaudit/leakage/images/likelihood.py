@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradaudit.defense_traits import law_of
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.observed import as_gradient
+from gradaudit.leakage.observed import as_gradient, sgd_steps
 from gradaudit.models.images import ImageModel
 from gradaudit.types import Observation
 
@@ -18,9 +18,7 @@ LAWS = "under one defense of noise, signs or pruning, or none, of a gradient or 
 def has_law(seen: Observation[ImageModel]) -> bool:
     """Say whether what was sent has a law here: of several local steps the truth itself would not explain it."""
     told = seen.knowledge.defenses or ()
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    one_step = how is not None and how.optimizer == "sgd" and size is not None and how.steps(size) == 1
-    return len(told) <= 1 and all(law_of(d) for d in told) and (seen.kind == "gradient" or one_step)
+    return len(told) <= 1 and all(law_of(d) for d in told) and (seen.kind == "gradient" or sgd_steps(seen) == 1)
 
 
 class ImageEvidence:
@@ -48,14 +46,10 @@ class ImageEvidence:
         sent = torch.cat([v[v != 0] for v in self._observed.values()])
         self.unit = float(sent.square().mean().sqrt()) if len(sent) else 1.0
         """Root mean square of the numbers that were sent: what a slack is told in."""
-        self._least = self._smallest()
-
-    def _smallest(self) -> dict[str, float]:
         found = {name: v[v != 0].abs() for name, v in self._observed.items()}
-        least = {name: float(v.min()) if len(v) else torch.inf for name, v in found.items()}
+        self._least = {name: float(v.min()) if len(v) else torch.inf for name, v in found.items()}
         if self._told.get("whole"):
-            least = dict.fromkeys(least, min(least.values()))
-        return least
+            self._least = dict.fromkeys(self._least, min(self._least.values()))
 
     def __call__(self, images: Tensor, labels: Tensor, slack: float) -> Tensor:
         """Return [N] for N guesses.
@@ -71,8 +65,10 @@ class ImageEvidence:
     def _of(self, name: str, made: Tensor, observed: Tensor, slack: float) -> Tensor:
         how = law_of(self._told)
         if how == "signs":
+            # by the root mean square of what is predicted, as a constant: signs tell no scale
+            typical = made.detach().flatten(1).square().mean(1).sqrt().clamp_min(1e-12)
             wrong = torch.relu(-made * observed.sign())
-            return (wrong / (slack * self._typical(made))).flatten(1).sum(1)
+            return (wrong / (slack * typical.view(-1, *[1] * (made.dim() - 1)))).flatten(1).sum(1)
         off, size = made - observed, slack * self.unit
         if how == "gaussian":
             sigma = float(self._told["sigma"])
@@ -84,9 +80,3 @@ class ImageEvidence:
         elif how == "support":
             off = torch.where(observed != 0, off, 0.0)
         return (off / max(size, 1e-12)).square().flatten(1).sum(1) / 2
-
-    @staticmethod
-    def _typical(made: Tensor) -> Tensor:
-        """Return the root mean square [N, 1, ...] of predicted tensors, as a constant: signs tell no scale."""
-        flat = made.detach().flatten(1).square().mean(1).sqrt().clamp_min(1e-12)
-        return flat.view(-1, *[1] * (made.dim() - 1))

@@ -155,48 +155,40 @@ def reconstructed(
     )
 
 
-@dataclass(frozen=True)
-class Signed:
-    """Adam on the sign of the slope, its rate divided by 10 after 3/8, 5/8 and 7/8 of the steps (Geiping et al., 2020).
-
-    Args:
-        steps: how many.
-        learning_rate: of the first steps.
-    """
-
-    steps: int
-    learning_rate: float
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, 0-based."""
-        return self.learning_rate * 0.1 ** sum(step >= self.steps * part / 8 for part in (3, 5, 7))
-
-
 def minimize_images(
-    start: Tensor, labels: Tensor, learn: bool, loss: Callable[[Tensor, Tensor], Tensor], how: Signed, what: str
+    start: Tensor,
+    labels: Tensor,
+    learn: bool,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    steps: int,
+    learning_rate: float,
+    what: str,
 ) -> tuple[Tensor, Tensor]:
     """Return where signed Adam ends from each start, images [N, B, C, H, W] and labels, kept in the box of 0 to 1.
+
+    Adam on the sign of the slope, its rate divided by 10 after 3/8, 5/8 and 7/8 of the steps (Geiping et al., 2020).
 
     Args:
         start: [N, B, C, H, W].
         labels: [N, B] labels in force, or logits [N, B, classes] to learn distributions from.
         learn: whether they are learned.
         loss: of images and labels, [N].
-        how: steps and rates.
+        steps: how many.
+        learning_rate: of the first steps.
         what: name for the progress bar.
     """
     images = start.detach().clone().requires_grad_()
     logits = labels.detach().clone().requires_grad_(learn)
     wanted = [images, logits] if learn else [images]
-    optimizer = torch.optim.Adam(wanted, lr=how.learning_rate)
-    for step in track(range(how.steps), what):
+    optimizer = torch.optim.Adam(wanted, lr=learning_rate)
+    for step in track(range(steps), what):
         value = loss(images, logits.softmax(-1) if learn else logits)
         slopes = torch.autograd.grad(value.sum(), wanted)
         images.grad = slopes[0].sign()
         if learn:
             logits.grad = slopes[1]
         for group in optimizer.param_groups:
-            group["lr"] = how.rate(step)
+            group["lr"] = learning_rate * 0.1 ** sum(step >= steps * part / 8 for part in (3, 5, 7))
         optimizer.step()
         with torch.no_grad():
             images.clamp_(0, 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from gradaudit.leakage.images.matching import ImageMatch, ImageObjective
+from gradaudit.leakage.observed import sgd_steps
 from gradaudit.models.images import ImageModel
 from gradaudit.models.local_steps import Parameters, by_descent, in_order, local_steps
 from gradaudit.types import LocalTraining, Observation
@@ -23,11 +24,9 @@ def image_objective(seen: Observation[ImageModel], match: ImageMatch, replayed: 
         match: the distance.
         replayed: steps replayed at most; memory and time grow with each.
     """
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    if seen.kind == "delta" and how is not None and how.optimizer == "sgd" and size is not None:
-        steps = how.steps(size)
-        if 1 < steps <= replayed:
-            return ImageReplay(seen, match, how, steps)
+    how, steps = seen.knowledge.training, sgd_steps(seen)
+    if seen.kind == "delta" and how is not None and steps is not None and 1 < steps <= replayed:
+        return ImageReplay(seen, match, how, steps)
     return ImageObjective(seen, match)
 
 

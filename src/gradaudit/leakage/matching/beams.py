@@ -32,7 +32,7 @@ class Beam:
 
     def key(self) -> bytes:
         """What tells two guesses apart."""
-        return self.ids.cpu().numpy().tobytes()
+        return _bytes(self.ids)
 
 
 def ended(ids: Tensor, frame: Layout, special: SpecialTokens) -> Tensor:
@@ -123,13 +123,7 @@ class BeamSearch:
         return sorted(self._known.values(), key=lambda b: b.loss)[:count]
 
     def _slot(
-        self,
-        beams: list[Beam],
-        bases: dict[bytes, Base] | None,
-        row: int,
-        slot: int,
-        pool: Sequence[int],
-        width: int,
+        self, beams: list[Beam], bases: dict[bytes, Base] | None, row: int, slot: int, pool: Sequence[int], width: int
     ) -> list[Beam]:
         """Return the best guesses after one slot was tried with every token of the pool."""
         every: dict[bytes, Beam] = {b.key(): b for b in beams}
@@ -210,25 +204,22 @@ class BeamSearch:
         groups: dict[bytes, list[int]] = {}
         for n, one in enumerate(ids):
             groups.setdefault(_others(one, row), []).append(n)
+        order = [n for members in groups.values() for n in members]
         # guesses that share the sentence and differ in the others take one pass through the model
-        sentences: dict[bytes, int] = {}
-        first: list[Tensor] = []
-        beside = []
-        for others, members in groups.items():
-            which = []
-            for n in members:
-                key = ids[n][row].cpu().numpy().tobytes()
-                if key not in sentences:
-                    sentences[key] = len(first)
-                    first.append(ids[n])
-                which.append(sentences[key])
-            beside.append((bases[others], torch.tensor(which, device=self._table.device)))
-        some = torch.stack(first)
+        keys = [_bytes(one[row]) for one in ids]
+        first: dict[bytes, Tensor] = {}
+        for n in order:
+            first.setdefault(keys[n], ids[n])
+        place = {key: at for at, key in enumerate(first)}
+        beside = [
+            (bases[others], torch.tensor([place[keys[n]] for n in members], device=self._table.device))
+            for others, members in groups.items()
+        ]
+        some = torch.stack(list(first.values()))
         mask = self._of.lengths_of(some, self._pad)[:, row : row + 1]
         longest = int(mask.sum(-1).max())  # the batch's padding behind this sentence is no part of it
         mask, some = mask[..., :longest], some[..., :longest]
         found = self._of.measure(self._table[some[:, row : row + 1]], mask, row, beside, 2 * width)
-        order = [n for members in groups.values() for n in members]
         values = dict(zip(order, found.tolist(), strict=True))
         return [values[n] for n in range(len(ids))]
 
@@ -275,4 +266,8 @@ def moves(slots: Sequence[int]) -> list[list[int]]:
 
 
 def _others(ids: Tensor, row: int) -> bytes:
-    return torch.cat([ids[:row], ids[row + 1 :]]).cpu().numpy().tobytes()
+    return _bytes(torch.cat([ids[:row], ids[row + 1 :]]))
+
+
+def _bytes(ids: Tensor) -> bytes:
+    return ids.cpu().numpy().tobytes()

@@ -39,12 +39,7 @@ class Candidates:
 
     @torch.no_grad()
     def measure(
-        self,
-        vectors: Tensor,
-        mask: Tensor | None = None,
-        row: int | None = None,
-        beside: Beside = (),
-        keep: int = 0,
+        self, vectors: Tensor, mask: Tensor | None = None, row: int | None = None, beside: Beside = (), keep: int = 0
     ) -> Tensor:
         """Return the distance of each guess, [N], or of each pair of a sentence and what it stands beside.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 from gradaudit.leakage.matching.masks import Masks
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step as progress
+
+if TYPE_CHECKING:
+    from gradaudit.leakage.matching.objective import Objective
 
 _asked: ContextVar[bool] = ContextVar("gradaudit_compile", default=False)
 _LENGTHS = (11, 13, 17, 19, 23, 29)
@@ -43,23 +46,6 @@ def asked() -> bool:
     return _asked.get()
 
 
-class Traceable(Protocol):
-    """What can be compiled: a distance of guesses that depends on the update through tensors that can be put in."""
-
-    model: TextModel
-
-    def structure(self) -> Hashable:
-        """Return all that the operations depend on but the guess and `targets`."""
-
-    def targets(self) -> list[Tensor]:
-        """Return what the update is compared with, as flat tensors."""
-
-    def measured(
-        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, targets: list[Tensor]
-    ) -> Tensor:
-        """Return the distances [N] to other targets of the same structure."""
-
-
 @dataclass
 class _Step:
     """One traced step.
@@ -79,7 +65,7 @@ _steps: WeakKeyDictionary[TextModel, dict[Hashable, _Step]] = WeakKeyDictionary(
 
 
 def distance_by_compiled_step(
-    of: Traceable, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None
+    of: Objective, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None
 ) -> tuple[Tensor | None, str]:
     """Return the distances [N], differentiable once, or None for the plain way; and what to say of it in the record.
 
@@ -153,7 +139,7 @@ class _CompiledRun(torch.autograd.Function):
         )
 
 
-def _plain(of: Traceable, masks: Masks | None, count: int) -> Callable[..., tuple[Tensor, ...]]:
+def _plain(of: Objective, masks: Masks | None, count: int) -> Callable[..., tuple[Tensor, ...]]:
     """Return a step as a function of flat tensors: vectors, labels, `count` masks, the slots' mask, targets."""
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -174,7 +160,7 @@ def _plain(of: Traceable, masks: Masks | None, count: int) -> Callable[..., tupl
     return run
 
 
-def _made(of: Traceable, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None) -> _Step:
+def _made(of: Objective, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None) -> _Step:
     """Trace a step at a length of its own, and hand it to the compiler."""
     from torch.fx.experimental.proxy_tensor import make_fx  # seconds to import
 
@@ -205,7 +191,7 @@ def _made(of: Traceable, embeddings: Tensor, mask: Tensor, labels: Tensor, masks
     return _Step(run)
 
 
-def _agrees(of: Traceable, run: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], masks: Masks | None) -> bool:
+def _agrees(of: Objective, run: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], masks: Masks | None) -> bool:
     """Say whether a compiled step does what the plain one does."""
     count = 0 if masks is None else len(masks.variables())
     plain = _plain(of, masks, count)(*inputs)

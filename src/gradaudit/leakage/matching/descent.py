@@ -126,34 +126,23 @@ class Descent:
         value = loss(vectors, labels)
         kept = [m.detach().clone() for m in self._masks.variables()] if keep_masks and self._masks is not None else None
         left = Point(vectors.detach(), labels.detach().clone(), value.detach(), len(value), kept)
-        pull(value, self._wanted())
+        labels_wanted = [self._labels] if self._learn is not None else []
+        wanted = [self._free, *labels_wanted, *(self._masks.variables() if self._masks is not None else [])]
+        pull(value, wanted)
         if self._how.clip:
             torch.nn.utils.clip_grad_norm_([self._free], self._how.clip)
-        optimizer = self._adam()
-        for group in optimizer.param_groups:
+        if self._optimizer is None:  # masks are drawn in the first pass
+            kind = torch.optim.AdamW if self._how.weight_decay else torch.optim.Adam
+            self._optimizer = kind(wanted, lr=self._how.learning_rate, weight_decay=self._how.weight_decay)
+        for group in self._optimizer.param_groups:
             group["lr"] = self._how.rate(self._done)
-        optimizer.step()
+        self._optimizer.step()
         self._done += 1
-        self._bound()
-        return left
-
-    @torch.no_grad()
-    def _bound(self) -> None:
         if self._learn == "clamp":
-            self._labels.clamp_(0, 1)
+            self._labels.detach().clamp_(0, 1)
         if self._masks is not None:
             self._masks.clamp()
-
-    def _wanted(self) -> list[Tensor]:
-        labels = [self._labels] if self._learn is not None else []
-        return [self._free, *labels, *(self._masks.variables() if self._masks is not None else [])]
-
-    def _adam(self) -> torch.optim.Optimizer:
-        if self._optimizer is None:
-            how = self._how
-            kind = torch.optim.AdamW if how.weight_decay else torch.optim.Adam
-            self._optimizer = kind(self._wanted(), lr=how.learning_rate, weight_decay=how.weight_decay)
-        return self._optimizer
+        return left
 
 
 def pull(value: Tensor, wanted: Sequence[Tensor]) -> None:

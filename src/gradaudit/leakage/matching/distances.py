@@ -121,7 +121,7 @@ class SquaredL2(Distance):
 
     l1: float = 0.0
 
-    def rough(self) -> Distance:
+    def rough(self) -> Distance | None:
         return SquaredL2()
 
     def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
@@ -217,7 +217,7 @@ class OnSupport(Distance):
 
 
 @dataclass(frozen=True)
-class WrongSigns(Distance):
+class WrongSigns(SquaredL2):
     """Hinge on the coordinates whose sign is wrong: sum of p^2 + l1 |p| where p o < 0 (LTI's baselines under signs).
 
     Signs that are 0 ask for nothing. It is zero for a gradient of zeros too: a weak measure, and the published one.
@@ -226,19 +226,14 @@ class WrongSigns(Distance):
         l1: weight of the plain hinge beside the squared one.
     """
 
-    l1: float = 0.0
-
     differs: ClassVar[bool] = False
     along: ClassVar[bool] = False
 
+    def rough(self) -> None:
+        return None
+
     def seen(self, q: Tensor, o: Tensor) -> Tensor:
         return q.mul_(q * o < 0)
-
-    def combine(self, sums: Sums) -> tuple[Tensor, Slope]:
-        return sums.of * (sums.square + self.l1 * sums.absolute), Slope(sign=self.l1, own=2.0)
-
-    def known(self) -> tuple[float, float] | None:
-        return self.l1, 2.0
 
 
 @dataclass(frozen=True)

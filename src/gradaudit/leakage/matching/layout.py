@@ -22,6 +22,11 @@ class Layout:
     mask: Tensor
     fixed: Tensor
 
+    @property
+    def still(self) -> Tensor:
+        """[B, T] bool, slots that stay as they are: tokens that are known, and padding."""
+        return self.fixed | ~self.mask
+
     def sequences(self, ids: Tensor) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each sentence of a [B, T] guess, without padding."""
         return tuple(tuple(row[keep].tolist()) for row, keep in zip(ids, self.mask, strict=True))

@@ -1,7 +1,6 @@
 """The loop that DLG and TAG share: Gaussian starts, Adam or L-BFGS, nearest tokens at the end."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -62,7 +61,7 @@ def match(seen: Observation, rng: torch.Generator, distance: Distance, how: Matc
     first = first_labels(seen, frame)
     learn = first.learned or how.learn_labels
     labels = _labels(first, how.restarts, learn, seen, rng)
-    still = frame.fixed | ~frame.mask
+    still = frame.still
 
     def loss(vectors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return objective(vectors, frame.mask, targets)
@@ -76,18 +75,9 @@ def match(seen: Observation, rng: torch.Generator, distance: Distance, how: Matc
     best = int(found.loss.nan_to_num(nan=torch.inf).argmin())  # a start that diverged is not the best
     ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
     ids = torch.where(frame.fixed, frame.ids, ids)
-    details: dict[str, Any] = {
-        "distance": float(found.loss[best]),
-        "gradient_evaluations": found.evaluations * objective.passes,
-        **objective.details(),
-    }
-    classes: tuple[int, ...] | None = None
-    if model.spec.task == "classification":
-        final = found.labels[best]
-        classes = tuple(int(y) for y in (final.argmax(-1) if final.dim() > 1 else final))
-        details["labels"] = "learned" if learn else first.how
-    return Reconstruction(
-        sequences=frame.sequences(ids), labels=classes, notes=tuple(objective.notes()), details=details
+    labels_from = "learned" if learn else first.how
+    return objective.told(
+        frame.sequences(ids), found.labels[best], labels_from, float(found.loss[best]), found.evaluations
     )
 
 

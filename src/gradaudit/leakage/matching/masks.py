@@ -35,7 +35,8 @@ class Masks:
             parts = inner.view(candidates, -1, *inner.shape[1:])
             self._rates[site] = rate
             if site not in self._sites:
-                self._sites[site] = self._drawn((self._size, *inner.shape[1:]), rate, inner)
+                drawn = self._bernoulli((self._size, *inner.shape[1:]), 1 - rate).to(inner.device, inner.dtype)
+                self._sites[site] = drawn.requires_grad_(self._learn)
             kept = self._sites[site][self._rows]
             # a sentence without the batch's padding is the beginning of its row
             kept = kept[(slice(None), *(slice(0, n) for n in inner.shape[1:]))]
@@ -94,10 +95,6 @@ class Masks:
         """Put every value to what it is in the mean: nothing is dropped, nothing scaled."""
         for site, mask in self._sites.items():
             mask.fill_(1 - self._rates[site])
-
-    def _drawn(self, shape: tuple[int, ...], rate: float, like: Tensor) -> Tensor:
-        drawn = self._bernoulli(shape, 1 - rate).to(like.device, like.dtype)
-        return drawn.requires_grad_(self._learn)
 
     def _bernoulli(self, shape: tuple[int, ...] | torch.Size, keep: float) -> Tensor:
         return (torch.rand(shape, generator=self._rng) < keep).float()

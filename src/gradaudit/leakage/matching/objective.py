@@ -20,28 +20,11 @@ from gradaudit.leakage.matching.compiled import distance_by_compiled_step
 from gradaudit.leakage.matching.distances import Distance
 from gradaudit.leakage.matching.factored import Observed, Product, gradient, of_products, of_whole, rank_of_products
 from gradaudit.leakage.matching.masks import Masks
-from gradaudit.leakage.matching.screening import Base, Beside, Heat, _as_slice, _Factors, _Made, _mean, _only
+from gradaudit.leakage.matching.screening import Base, Beside, Factors, Heat, Made, as_slice
 from gradaudit.leakage.observed import as_gradient, word_gradient_hidden
 from gradaudit.models.taps import Tap, Traced
 from gradaudit.models.views import View
-from gradaudit.types import Observation
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a view's gradient is found.
-
-    Args:
-        name: the view's.
-        parameter: whose tap.
-        rows: which columns of what was written.
-        shape: of the gradient, [out, in] for a matrix.
-    """
-
-    name: str
-    parameter: str
-    rows: tuple[int, int] | None
-    shape: torch.Size
+from gradaudit.types import Observation, Reconstruction
 
 
 @dataclass(frozen=True)
@@ -49,12 +32,14 @@ class _Part:
     """Tensors that are measured together: one matrix, or all vectors of one size.
 
     Args:
-        places: where they are found.
+        views: where they are found.
+        shapes: of each one's gradient, [out, in] for a matrix.
         observed: what they are compared with.
         matrix: whether it is one matrix, made of outer products.
     """
 
-    places: tuple[_Place, ...]
+    views: tuple[View, ...]
+    shapes: tuple[torch.Size, ...]
     observed: Observed
     matrix: bool
 
@@ -86,6 +71,8 @@ class Objective:
         self._size = seen.knowledge.batch_size or 1
         how = seen.knowledge.training
         self._steps = how.steps(self._size) if seen.kind == "delta" and how is not None else 1
+        self.passes = 1
+        """Gradients computed for one guess."""
         self.compiled = ""
         self._causal = seen.model.spec.task == "causal-lm"
         self._rate = seen.knowledge.dropout or None
@@ -96,10 +83,8 @@ class Objective:
         self.watched = tuple(dict.fromkeys(v.parameter for v in self._views.values()))
         taps = self._probe()
         self.watched = tuple(name for name in self.watched if name in taps)
-        views = self._views
-        found: dict[str, str] = {n: taps[v.parameter][0].how for n, v in views.items() if v.parameter in taps}
+        found: dict[str, str] = {n: taps[v.parameter][0].how for n, v in self._views.items() if v.parameter in taps}
         self._parts = self._arranged(found)
-        self._count = len(found)
         self._matched = tuple(found)
         self.left_out = tuple(n for n in seen.views if n not in found)
         if not self._parts:
@@ -108,18 +93,20 @@ class Objective:
     def _arranged(self, found: dict[str, str]) -> list[_Part]:
         """Return what is measured together: each matrix, and vectors of one size."""
         parts: list[_Part] = []
-        vectors: dict[int, list[tuple[_Place, Tensor]]] = {}
+        vectors: dict[int, list[tuple[View, Tensor]]] = {}
         for name, how in found.items():
             view = self._views[name]
-            value = _oriented(view, how, self._observed[name])
-            place = _Place(name, view.parameter, view.rows, value.shape)
+            turned = how == "transposed" and view.name == view.parameter
+            # as [out, in], the orientation that factors are multiplied in
+            value = (self._observed[name].T if turned else self._observed[name]).contiguous()
             if how in ("matrix", "transposed"):
-                parts.append(_Part((place,), self._target(value), True))
+                parts.append(_Part((view,), (value.shape,), self._target(value), True))
             else:
-                vectors.setdefault(value.numel(), []).append((place, value))
+                vectors.setdefault(value.numel(), []).append((view, value))
         for some in vectors.values():
-            values = torch.stack([value.flatten() for _, value in some])
-            parts.append(_Part(tuple(place for place, _ in some), self._target(values), False))
+            views, values = zip(*some, strict=True)
+            flat = torch.stack([value.flatten() for value in values])
+            parts.append(_Part(views, tuple(value.shape for value in values), self._target(flat), False))
         return parts
 
     def _target(self, values: Tensor) -> Observed:
@@ -130,18 +117,40 @@ class Objective:
         """What the update is compared with, by part."""
         return tuple(part.observed for part in self._parts)
 
-    @property
-    def passes(self) -> int:
-        """Gradients computed for one guess."""
-        return 1
-
     def details(self) -> dict[str, Any]:
         """Return what goes into a record: how many tensors, and whether steps were compiled where that was asked."""
-        return {"matched_tensors": self._count} | ({"compiled": self.compiled} if self.compiled else {})
+        return {"matched_tensors": len(self._matched)} | ({"compiled": self.compiled} if self.compiled else {})
 
     def notes(self) -> list[str]:
         """Return what a reader of the result has to know."""
         return [f"a weight change of {self._steps} local steps was read as one gradient"] if self._steps > 1 else []
+
+    def told(
+        self,
+        sequences: tuple[tuple[int, ...], ...],
+        labels: Tensor,
+        how: str,
+        distance: float,
+        evaluations: int,
+        **more: Any,
+    ) -> Reconstruction:
+        """Return a guess for the record.
+
+        Args:
+            sequences: token ids.
+            labels: [B] classes or [B, classes] shares; next words have none.
+            how: where labels are from.
+            distance: of the guess.
+            evaluations: guesses measured, in gradients of one batch.
+            more: further details.
+        """
+        details: dict[str, Any] = {"distance": distance, "gradient_evaluations": evaluations * self.passes}
+        details |= self.details() | more
+        if self._causal:
+            return Reconstruction(sequences, notes=tuple(self.notes()), details=details)
+        classes = labels.argmax(-1) if labels.dim() > 1 else labels
+        details["labels"] = how
+        return Reconstruction(sequences, tuple(classes.tolist()), notes=tuple(self.notes()), details=details)
 
     def __call__(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None) -> Tensor:
         """Return the distance of each candidate, [N]; differentiable by all that has a gradient.
@@ -160,8 +169,7 @@ class Objective:
 
     def structure(self) -> Hashable:
         """Return all that the operations depend on but the guess and `targets`."""
-        places = tuple((p.matrix, *((q.name, q.rows, tuple(q.shape)) for q in p.places)) for p in self._parts)
-        return self.distance, self._rate, places
+        return self.distance, self._rate, tuple((p.matrix, p.views, p.shapes) for p in self._parts)
 
     def targets(self) -> list[Tensor]:
         """Return what the update is compared with, as flat tensors."""
@@ -178,7 +186,7 @@ class Objective:
 
     def _factors_of(
         self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, base: Base | None
-    ) -> dict[str, _Factors]:
+    ) -> Made:
         """Return the factors of each candidate's update."""
         learning = torch.is_grad_enabled()
         with torch.enable_grad():
@@ -186,7 +194,7 @@ class Objective:
             total = self._weighted(traced.losses, embeddings, mask, base)
             return self._factors(traced, total, len(embeddings), learning)
 
-    def _distances(self, factors: _Made, observed: _Targets) -> Tensor:
+    def _distances(self, factors: Made, observed: _Targets) -> Tensor:
         """Return the distances [N] of updates by their factors."""
         some = next(iter(factors.values())).slope
         found = torch.zeros(len(some), device=some.device, dtype=some.dtype)
@@ -196,14 +204,14 @@ class Objective:
         products = self._products(factors, observed)
         if products:
             found = found + of_products(products, self.distance)
-        return found * self.distance.share(self._count)
+        return found * self.distance.share(len(self._matched))
 
-    def _products(self, factors: _Made, observed: _Targets, thin: int = 1) -> list[Product]:
+    def _products(self, factors: Made, observed: _Targets, thin: int = 1) -> list[Product]:
         """Return the matrices' factors beside what they are compared with, or every so many-th row of both."""
         found = []
         for part, target in zip(self._parts, observed, strict=True):
             if part.matrix:
-                made = self._at(part.places[0], factors)
+                made = self._at(part.views[0], factors)
                 slope = made.slope if thin == 1 else made.slope[..., ::thin].contiguous()
                 found.append(Product(slope, made.read, target.thinned(thin)))
         return found
@@ -246,11 +254,11 @@ class Objective:
         left = torch.arange(pairs, device=embeddings.device)
         rough = self.distance.rough()
 
-        def by_inner_products(factors: _Made, observed: _Targets) -> Tensor:
+        def by_inner_products(factors: Made, observed: _Targets) -> Tensor:
             assert rough is not None
             return rank_of_products(self._products(factors, observed, thin), rough, thin)
 
-        def by_entries(factors: _Made, observed: _Targets, every: int = thin) -> Tensor:
+        def by_entries(factors: Made, observed: _Targets, every: int = thin) -> Tensor:
             return of_products(self._products(factors, observed, every), self.distance, every)
 
         if any(part.matrix for part in self._parts):
@@ -273,7 +281,7 @@ class Objective:
         return self._each(self._distances, made, beside, torch.arange(pairs, device=embeddings.device))
 
     def _each(
-        self, act: Callable[[_Made, _Targets], Tensor], made: Sequence[_Made], beside: Beside, some: Tensor
+        self, act: Callable[[Made, _Targets], Tensor], made: Sequence[Made], beside: Beside, some: Tensor
     ) -> Tensor:
         """Return what a measure finds for some candidates, the mean over the ways they were made.
 
@@ -290,21 +298,22 @@ class Objective:
             here = which[some[(some >= start) & (some < start + len(which))] - start]
             start += len(which)
             if len(here):
-                mine = [_only(f, _as_slice(here)) for f in made]
-                found.append(_mean([act(f, base.observed) for f in mine]))
+                some_of = as_slice(here)
+                mine = [{name: f.only(some_of) for name, f in factors.items()} for factors in made]
+                found.append(torch.stack([act(f, base.observed) for f in mine]).mean(0))
         return torch.cat(found)
 
     @staticmethod
-    def _at(place: _Place, factors: dict[str, _Factors]) -> _Factors:
+    def _at(view: View, factors: Made) -> Factors:
         """Return a view's factors: those of its parameter, or of some of its outputs."""
-        whole = factors[place.parameter]
-        if place.rows is None:
+        whole = factors[view.parameter]
+        if view.rows is None:
             return whole
-        return _Factors(whole.how, whole.slope[..., place.rows[0] : place.rows[1]], whole.read)
+        return Factors(whole.how, whole.slope[..., view.rows[0] : view.rows[1]], whole.read)
 
-    def _vectors(self, part: _Part, factors: dict[str, _Factors]) -> Tensor:
+    def _vectors(self, part: _Part, factors: Made) -> Tensor:
         """Return predicted vectors [N, k, w]."""
-        made = [(self._at(place, factors), place.shape) for place in part.places]
+        made = [(self._at(view, factors), shape) for view, shape in zip(part.views, part.shapes, strict=True)]
         return torch.stack([gradient(f.how, f.slope, f.read, shape).flatten(1) for f, shape in made], 1)
 
     @torch.no_grad()
@@ -318,12 +327,12 @@ class Objective:
             masks: their dropout masks.
             size: sentences (classification) or predicted tokens (causal-lm) of the whole batch.
         """
-        factors = self._made(embeddings, mask, labels, masks, size)
+        factors = self._factors_of(embeddings[None], mask, labels[None], masks, Base((), size))
         observed = []
         for part in self._parts:
             if part.matrix:
-                made = self._at(part.places[0], factors)
-                own = gradient(made.how, made.slope, made.read, part.places[0].shape)[0]
+                made = self._at(part.views[0], factors)
+                own = gradient(made.how, made.slope, made.read, part.shapes[0])[0]
             else:
                 own = self._vectors(part, factors)[0]
             before = part.observed
@@ -331,24 +340,15 @@ class Objective:
             observed.append(Observed(before.values, offset, before.energy))
         return Base(tuple(observed), size)
 
-    def _made(
-        self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None, size: int
-    ) -> dict[str, _Factors]:
-        """Return the factors of what some sentences add to a batch's update."""
-        with torch.enable_grad():
-            traced = self._trace(embeddings[None], mask, labels[None], masks)
-            total = self._weighted(traced.losses, embeddings[None], mask, Base((), size))
-            return self._factors(traced, total, 1, False)
-
     @staticmethod
-    def _factors(traced: Traced, total: Tensor, count: int, learning: bool) -> dict[str, _Factors]:
+    def _factors(traced: Traced, total: Tensor, count: int, learning: bool) -> Made:
         """Return each watched parameter's factors, [count, ...], over all of its uses."""
         uses = [(name, tap) for name, taps in traced.taps.items() for tap in taps]
         slopes = torch.autograd.grad(total, [tap.written for _, tap in uses], create_graph=learning, allow_unused=True)
         found: dict[str, list[tuple[Tap, Tensor | None]]] = {}
         for (name, tap), slope in zip(uses, slopes, strict=True):
             found.setdefault(name, []).append((tap, slope))
-        out: dict[str, _Factors] = {}
+        out: Made = {}
         for name, mine in found.items():
             taps = traced.taps[name]
             # a use that the loss does not reach adds nothing (BERT runs its pooler twice)
@@ -358,7 +358,7 @@ class Objective:
             read = [t.read.reshape(count, -1, *t.read.shape[2:]) if t.read.numel() else t.read for t, _ in reached]
             slope = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
             rows = torch.cat(read, 1) if len(read) > 1 else read[0]
-            out[name] = _Factors(how, slope, rows if learning else rows.detach())
+            out[name] = Factors(how, slope, rows if learning else rows.detach())
         return out
 
     def _trace(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None) -> Traced:
@@ -391,9 +391,3 @@ class Objective:
             mask = torch.ones(2, 3, dtype=torch.bool, device=vectors.device)
             labels = torch.zeros((2, 3) if self._causal else 2, dtype=torch.long, device=vectors.device)
             return model.traced(embeddings=vectors, mask=mask, labels=labels, watch=self.watched).taps
-
-
-def _oriented(view: View, how: str, observed: Tensor) -> Tensor:
-    """Return an observed tensor as [out, in], the orientation that factors are multiplied in."""
-    whole = view.name == view.parameter
-    return observed.T.contiguous() if how == "transposed" and whole else observed.contiguous()

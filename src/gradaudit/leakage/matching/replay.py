@@ -14,6 +14,7 @@ from gradaudit.leakage.matching.distances import Distance
 from gradaudit.leakage.matching.factored import of_whole
 from gradaudit.leakage.matching.masks import Masks
 from gradaudit.leakage.matching.objective import Objective
+from gradaudit.leakage.observed import sgd_steps
 from gradaudit.models.local_steps import Parameters, by_descent, in_order, local_steps
 from gradaudit.types import Observation
 
@@ -29,13 +30,8 @@ def objective_of(seen: Observation, distance: Distance, replayed: int) -> Object
         distance: what to measure.
         replayed: steps replayed at most; memory and time grow with each.
     """
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    known = seen.kind == "delta" and how is not None and how.optimizer == "sgd" and size is not None
-    if known and seen.knowledge.dropout == 0.0:
-        assert how is not None
-        assert size is not None
-        if 1 < how.steps(size) <= replayed:
-            return Replay(seen, distance)
+    if seen.kind == "delta" and seen.knowledge.dropout == 0.0 and 1 < (sgd_steps(seen) or 0) <= replayed:
+        return Replay(seen, distance)
     return Objective(seen, distance)
 
 
@@ -61,20 +57,14 @@ class Replay(Objective):
         how = seen.knowledge.training
         if how is None or how.optimizer != "sgd":
             raise NotSupportedError("only known local steps of SGD can be replayed")
-        self._training = how
+        self._training, self.passes = how, how.steps(self._size)
         every = self.model.parameters()
         shared = {view.parameter for view in seen.views.values()}
         trained = shared if seen.selection == "all" else set(every)
         self._trained = sorted(trained - set(self.model.group("word")))
         self._whole = {name: self._target(self._observed[name].reshape(1, -1)) for name in self._matched}
 
-    def __call__(
-        self,
-        embeddings: Tensor,
-        mask: Tensor,
-        labels: Tensor,
-        masks: Masks | None = None,
-    ) -> Tensor:
+    def __call__(self, embeddings: Tensor, mask: Tensor, labels: Tensor, masks: Masks | None = None) -> Tensor:
         if masks is not None:
             raise NotSupportedError("local steps are replayed without dropout")
         learning = torch.is_grad_enabled()
@@ -87,10 +77,6 @@ class Replay(Objective):
                 total = total + of_whole(view(change[view.parameter]).reshape(1, 1, -1), target, self.distance)
             found.append(total * self.distance.share(len(self._whole)))
         return torch.cat(found)
-
-    @property
-    def passes(self) -> int:
-        return self._training.steps(self._size)
 
     def details(self) -> dict[str, Any]:
         told = {"compiled": "replayed steps are not compiled"} if asked() else {}

@@ -12,19 +12,19 @@ from gradaudit.leakage.matching.factored import Observed
 
 
 @dataclass(frozen=True)
-class _Factors:
+class Factors:
     """A parameter's gradient by its factors, over all of its uses: see `leakage.factored.gradient`."""
 
     how: str
     slope: Tensor
     read: Tensor
 
-    def only(self, candidates: Tensor | slice) -> _Factors:
+    def only(self, candidates: Tensor | slice) -> Factors:
         """Return those of some candidates."""
-        return _Factors(self.how, self.slope[candidates], self.read[candidates] if self.read.numel() else self.read)
+        return Factors(self.how, self.slope[candidates], self.read[candidates] if self.read.numel() else self.read)
 
 
-_Made = dict[str, _Factors]
+Made = dict[str, Factors]
 """Candidates' gradients by parameter."""
 
 
@@ -52,20 +52,11 @@ class Heat:
         return (order[order >= len(before)] - len(before)).sort().values
 
 
-def _mean(values: Sequence[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.stack(list(values)).mean(0)
-
-
-def _as_slice(indices: Tensor) -> Tensor | slice:
+def as_slice(indices: Tensor) -> Tensor | slice:
     """Return indices that follow one another as a slice: what it takes is a view, and nothing is copied."""
     first, last = int(indices[0]), int(indices[-1])
     in_order = last - first == len(indices) - 1 and bool((indices[1:] > indices[:-1]).all())
     return slice(first, last + 1) if in_order else indices
-
-
-def _only(factors: _Made, some: Tensor | slice) -> _Made:
-    """Return the factors of some candidates."""
-    return {name: f.only(some) for name, f in factors.items()}
 
 
 @dataclass(frozen=True)

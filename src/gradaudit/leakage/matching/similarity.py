@@ -1,6 +1,6 @@
 """How like the update of a guess of words is to the one that was seen, and which words would make it more so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Likeness:
         self.spent += 1
         with torch.enable_grad():
             loss = self._model.loss(ids=ids, mask=self._mask, labels=ids if labels is None else labels)
-            made = self._seen_of(torch.autograd.grad(loss, self._parameters()))
+            made = self._made(loss, graph=False)
         return float(self._cosine(self._defended(made, whole=True)))
 
     def slopes(self, ids: Tensor, labels: Tensor | None) -> Tensor:
@@ -84,7 +84,7 @@ class Likeness:
             wanted.append(targets)
         with torch.enable_grad():
             loss = self._model.loss(embeddings=vectors, mask=self._mask, labels=targets)
-            made = self._seen_of(torch.autograd.grad(loss, self._parameters(), create_graph=True))
+            made = self._made(loss, graph=True)
             value = self._cosine(self._defended(made, whole=False))
             found = torch.autograd.grad(value, wanted)
         slopes: Tensor = found[0] @ self._table.T
@@ -92,11 +92,10 @@ class Likeness:
             slopes = slopes + found[1]
         return slopes - slopes.gather(2, ids[..., None])
 
-    def _parameters(self) -> list[Tensor]:
+    def _made(self, loss: Tensor, graph: bool) -> dict[str, Tensor]:
+        """Return the update of a loss by view."""
         parameters = self._model.parameters()
-        return [parameters[name] for name in self._names]
-
-    def _seen_of(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        gradients = torch.autograd.grad(loss, [parameters[name] for name in self._names], create_graph=graph)
         by_name = dict(zip(self._names, gradients, strict=True))
         return {name: view(by_name[view.parameter]) for name, view in self._views.items()}
 

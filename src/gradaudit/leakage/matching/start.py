@@ -69,5 +69,5 @@ def gaussian(frame: Layout, table: Tensor, norm: float, count: int, rng: torch.G
     """
     noise = torch.randn((count, *frame.ids.shape, table.shape[1]), generator=rng).to(table)
     noise = torch.nn.functional.normalize(noise, dim=-1) * norm
-    still = (frame.fixed | ~frame.mask)[None, :, :, None]
+    still = frame.still[None, :, :, None]
     return torch.where(still, table[frame.ids][None], noise)

@@ -16,9 +16,9 @@ Matrices = Mapping[tuple[int, str], Tensor]
 """Gradients by (block, role), [out, d] float64."""
 
 
-def matrices(seen: Observation, layers: int, roles: str = "qkv") -> dict[tuple[int, str], Tensor]:
-    """Return the seen gradients of the first blocks' roles; those not shared or all zero are left out."""
-    return matrices_of(seen, [(layer, role) for layer in range(min(layers, seen.model.depth)) for role in roles])
+def matrices(seen: Observation, layers: int) -> dict[tuple[int, str], Tensor]:
+    """Return the seen q, k and v gradients of the first blocks; those not shared or all zero are left out."""
+    return matrices_of(seen, [(layer, role) for layer in range(min(layers, seen.model.depth)) for role in "qkv"])
 
 
 def matrices_of(seen: Observation, keys: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Tensor]:

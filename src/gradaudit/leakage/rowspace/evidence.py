@@ -8,7 +8,6 @@ and its share outside says how near.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,32 +24,19 @@ _LOUD = 0.1
 """Directions that have ten times the energy of the others are left out altogether."""
 
 
-@dataclass(frozen=True)
-class Common:
-    """What of a row is its own: its energy without the directions that rows of any text have.
+Rating = Callable[[Tensor], Tensor]
+"""Takes rows [..., in] and returns a number of each, [...]."""
+
+
+def own_of(rows: Tensor, dimensions: int) -> Rating:
+    """Return what tells of unit rows the energy that is their own: without the directions that rows of any text have.
 
     Some rows (of a text's first token, where later ones attend to it) are nearly one direction, whatever the word: that
-    this direction is the batch's too says nothing of them.
+    this direction is the batch's too says nothing of them. Each common direction is taken off down to what the other
+    directions have.
 
     Args:
-        basis: [in, r] orthonormal columns, the commonest directions.
-        gains: [r] what each takes off.
-    """
-
-    basis: Tensor
-    gains: Tensor
-
-    def own(self, unit: Tensor) -> Tensor:
-        """Return the energy of unit rows [..., in] that is their own, [...]."""
-        shared = (unit @ self.basis.to(unit.dtype)).square() @ self.gains.to(unit.dtype)
-        return (1 - shared).clamp_min(_NOTHING)
-
-
-def common_of(rows: Tensor, dimensions: int) -> Common:
-    """Return the directions that rows share, each taken off down to what the other directions have.
-
-    Args:
-        rows: [n, in].
+        rows: [n, in] of any text.
         dimensions: of the space that they lie in.
     """
     count = min(_COMMON, len(rows) // 2, dimensions // 2)
@@ -64,55 +50,48 @@ def common_of(rows: Tensor, dimensions: int) -> Common:
     rest = float(energy[count:].sum()) / max(dimensions - count, 1)
     left = (rest / energy[:count].clamp_min(1e-30)).clamp_max(1.0)
     # of a row that is nearly one loud direction even a tenth of it would be more than all that is its own
-    return Common(basis, 1 - torch.where(left < _LOUD, 0.0, left))
+    gains = 1 - torch.where(left < _LOUD, 0.0, left)
+
+    def own(unit: Tensor) -> Tensor:
+        shared: Tensor = (unit @ basis.to(unit.dtype)).square() @ gains.to(unit.dtype)
+        return (1 - shared).clamp_min(_NOTHING)
+
+    return own
 
 
-@dataclass(frozen=True)
-class WordMeasure:
-    """How far a row is from being one of the batch's, as a logarithm, per what is its own; lower is nearer.
+def _per_own(away: Rating, usual: Tensor) -> Rating:
+    """Return how far rows are from being the batch's per what is their own, as a logarithm; lower is nearer."""
+    own = own_of(usual, usual.shape[1])
 
-    Args:
-        key: (block, role) of the matrix whose inputs are measured; role "q" for what enters q, k and v.
-        common: of what enters it.
-        away: of unit rows [..., in], how far each is, [...].
-    """
-
-    key: tuple[int, str]
-    common: Common
-    away: Callable[[Tensor], Tensor]
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the measure of rows [..., in], [...]."""
+    def measure(rows: Tensor) -> Tensor:
         unit = torch.nn.functional.normalize(rows, dim=-1)
-        return (self.away(unit) / self.common.own(unit)).log()
+        return (away(unit) / own(unit)).log()
+
+    return measure
 
 
-def leverage_of(stacked: Tensor, layer: int, usual: Tensor) -> WordMeasure:
-    """Return the leverage in a block's gradients: how hard a row is to make from what they hold.
+def leverage_of(stacked: Tensor, usual: Tensor) -> Rating:
+    """Return how hard a row is to make from what a block's gradients hold, as a logarithm.
 
     Args:
         stacked: [out, d] float64.
-        layer: block.
         usual: [n, d] rows as the model has them for any text.
     """
     _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
-    strength = (values / values[0]).square() + _FLOOR**2
-    unit = torch.nn.functional.normalize(usual.to(stacked), dim=-1)
-    weights = vh.T * strength.rsqrt()
+    weights = vh.T * ((values / values[0]).square() + _FLOOR**2).rsqrt()
 
     def leverage(unit: Tensor) -> Tensor:
         found: Tensor = (unit @ weights.to(unit.dtype)).square().sum(-1)
         return found
 
-    return WordMeasure((layer, "q"), common_of(unit, unit.shape[1]), leverage)
+    return _per_own(leverage, torch.nn.functional.normalize(usual.to(stacked), dim=-1))
 
 
-def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Tensor) -> WordMeasure:
-    """Return how much of what is a row's own lies outside of a gradient's row space.
+def outside_of(matrix: Tensor, rounding: float, usual: Tensor) -> Rating:
+    """Return how much of what is a row's own lies outside of a gradient's row space, as a logarithm.
 
     Args:
         matrix: [out, in] float64, in > out.
-        key: block and role.
         rounding: directions weaker than this are not the batch's.
         usual: [n, in] rows as the model has them for any text.
     """
@@ -120,39 +99,20 @@ def outside_of(matrix: Tensor, key: tuple[int, str], rounding: float, usual: Ten
     values, left = torch.linalg.eigh(matrix @ matrix.T)
     strong = values.clamp_min(0).sqrt() > max(rounding, _FLOOR * float(values[-1].clamp_min(0).sqrt()))
     span = torch.linalg.qr(matrix.T @ left[:, strong])[0]
-    unit = torch.nn.functional.normalize(usual.to(span), dim=-1)
+    usual = torch.nn.functional.normalize(usual.to(span), dim=-1)
     whole, rank = span.shape
-    outside = common_of(unit - (unit @ span) @ span.T, whole - rank)
+    own_outside = own_of(usual - (usual @ span) @ span.T, whole - rank)
 
-    def away(unit: Tensor) -> Tensor:
+    def outside(unit: Tensor) -> Tensor:
         inside: Tensor = (unit @ span.to(unit.dtype)).square().sum(-1)
-        return (outside.own(unit) - inside).clamp_min(_NOTHING)
+        return (own_outside(unit) - inside).clamp_min(_NOTHING)
 
-    return WordMeasure(key, common_of(unit, whole), away)
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """A measure, in deviations from what it is for any row.
-
-    Args:
-        measure: the measure.
-        middle: its median over rows of texts that are not in the batch.
-        spread: its deviation there, by the median too.
-    """
-
-    measure: WordMeasure
-    middle: float
-    spread: float
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the deviations of rows [..., in], [...]; negative is nearer."""
-        return (self.measure(rows) - self.middle) / self.spread
+    return _per_own(outside, usual)
 
 
-def deviation(measure: WordMeasure, usual: Tensor) -> Deviation:
-    """Return a measure in deviations from what it is for usual rows [n, in]."""
+def deviation(measure: Rating, usual: Tensor) -> Rating:
+    """Return a measure in deviations from what it is for usual rows [n, in], both by the median; negative is nearer."""
     values = measure(usual)
-    middle = values.median()
-    spread = 1.4826 * (values - middle).abs().median()
-    return Deviation(measure, float(middle), max(float(spread), _LEAST_SPREAD))
+    middle = float(values.median())
+    spread = max(float(1.4826 * (values - values.median()).abs().median()), _LEAST_SPREAD)
+    return lambda rows: (measure(rows) - middle) / spread

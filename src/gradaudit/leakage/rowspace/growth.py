@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values, prefix_residuals
+from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
 from gradaudit.leakage.rowspace.subspace import (
     NearTokens,
     Span,
@@ -25,6 +25,8 @@ ROUNDING = 5e-6
 """Residuals of true rows in float32: measured at most 3.2e-6 over batches of up to 170 tokens."""
 UNRELATED = 0.05
 """No gap threshold above this: rows that only share words with the batch start near 0.1."""
+_SPREAD = 64
+"""Tokens spread over the vocabulary that stand for all of it."""
 _REPEATS = 16
 """Longest run of one token a rotary sentence may start with: see `grow`."""
 
@@ -190,15 +192,7 @@ def _later(
 ) -> tuple[list[tuple[int, ...]], int]:
     """Return the sentences of a batch padded on the left that start later; all end where the longest does.
 
-    Args:
-        seen: the observation.
-        accepted: the tokens by position.
-        second: block 1's span.
-        rules: tolerances and bounds.
-        found: the sentences that start at the first position.
-
-    Returns:
-        Token ids, and prefixes tested.
+    Found are those that start at the first position. The second thing returned counts the prefixes tested.
     """
     size, tried = seen.knowledge.batch_size, 0
     later: list[tuple[int, ...]] = []
@@ -212,6 +206,12 @@ def _later(
         tried += more
         later += [text for text in grown if start + len(text) == end and text not in found]
     return later, tried
+
+
+def spread_tokens(model: TextModel, device: torch.device) -> Tensor:
+    """Return tokens whose rows show whether a row space is full, and where wrong rows lie."""
+    apart = max(1, model.vocabulary_size // _SPREAD)
+    return torch.arange(apart // 2, model.vocabulary_size, apart, device=device)
 
 
 def phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:
@@ -237,7 +237,9 @@ def _inner_ends(seen: Observation, sentences: list[tuple[int, ...]], fixed_rank:
         return []
     found: list[tuple[int, ...]] = []
     for sentence in sentences:
-        residuals = prefix_residuals(model, ends, list(sentence))
+        with torch.no_grad():  # one causal run tests every prefix
+            rows = model.attention_inputs(last, torch.tensor([sentence], device=ends.basis.device))[0]
+        residuals = ends.residual(rows)
         for length in torch.where(residuals[:-1] < UNRELATED / 10)[0].tolist():
             prefix = sentence[: length + 1]
             if prefix not in found and prefix not in sentences:

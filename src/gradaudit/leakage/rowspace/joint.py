@@ -43,11 +43,6 @@ class Joint:
     spans: tuple[Span, ...]
     rank: int
 
-    @property
-    def first(self) -> tuple[Span, ...]:
-        """Those of block 0, or all where none of it was shared."""
-        return tuple(s for s in self.spans if s.layer == 0) or self.spans
-
 
 def joint(seen: Observation, roles: Sequence[str] = ("q", "k", "v")) -> Joint:
     """Return what of a noisy update's first blocks can be read.

@@ -8,7 +8,6 @@ multiple of the noise is known up to an angle that theory gives (Benaych-Georges
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 _SURE = 3.3
 """The largest value of noise passes its edge by so many scales of Tracy and Widom's law once in a thousand times."""
-_CLEAR = 3.0
+CLEAR = 3.0
 """A gap this wide is a cut: between directions of the batch none was wider in trials but near the first."""
 _WIDE = 10.0
 """A gap this wide is a cut whatever is behind it."""
@@ -28,25 +27,6 @@ _LEAST = 8
 """Fewer values than these tell no noise."""
 _LIKE_NOISE = (0.4, 2.5)
 """The smallest value, in multiples of noise's smallest, where what is below the edge is noise."""
-
-
-@dataclass(frozen=True)
-class Directions:
-    """A row space above the noise.
-
-    Args:
-        vectors: [d, n] right singular vectors of the scaled columns, n the smaller of rows and d.
-        values: [n] singular values, largest first.
-        rank: how many stand above the noise.
-        lost: [rank] `lost_share` of these; None where nothing looks like noise.
-        scale: [d] by what each column was multiplied, and a row is before it is held against the directions; or None.
-    """
-
-    vectors: Tensor
-    values: Tensor
-    rank: int
-    lost: Tensor | None
-    scale: Tensor | None = None
 
 
 def few_digits(value: Tensor) -> bool:
@@ -78,7 +58,7 @@ def noise_rank(values: Tensor, rows: int, sure: bool = False) -> tuple[int, floa
     columns, rank = len(values), 0
     while columns - rank >= _LEAST:
         left = columns - rank
-        sigma = _sigma(values, rank, rows)
+        sigma = noise_of(values, rank, rows)
         edge = sigma * _largest(rows - rank, left)
         above = int((values > edge).sum())
         if above > rank:
@@ -102,41 +82,13 @@ def clear_cut(values: Tensor, rows: int) -> tuple[int, float]:
         ratio = float(values[rank - 1] / values[rank].clamp_min(1e-300))
         if ratio > widest:
             left = len(values) - rank
-            edge = _sigma(values, rank, rows) * (math.sqrt(rows - rank) + math.sqrt(left))
+            edge = noise_of(values, rank, rows) * (math.sqrt(rows - rank) + math.sqrt(left))
             if ratio >= _WIDE or float(values[rank]) <= _UNEVEN * edge:
                 best, widest = rank, ratio
     return best, widest
 
 
-def above_noise(parts: Sequence[Tensor], digits: bool, sure: bool) -> Directions:
-    """Return what of the row space of gradients that share an input stands above their noise.
-
-    Even noise (a known sigma, integers, rounded weights) is one number once each matrix is in multiples of its own.
-    Noise in proportion to the entries (few digits) is even once all rows and all columns have unit norm; scaled rows
-    span the same space, and scaled columns a space that is to be compared with rows scaled alike.
-
-    Args:
-        parts: [out, d] each, float64.
-        digits: noise is in proportion to the entries.
-        sure: there is noise, whatever the small values look like.
-    """
-    stacked, scale = torch.cat([part / part.norm() for part in parts]), None
-    if digits:
-        stacked, scale = _balanced(stacked)
-    _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
-    longer = max(stacked.shape)  # adapters have fewer rows than columns
-    rank, ratio = clear_cut(values, longer)
-    if ratio >= _CLEAR:
-        sigma = _sigma(values, rank, longer)
-    else:
-        if not digits:
-            _, values, vh = torch.linalg.svd(whitened(parts, sure), full_matrices=False)
-        rank, sigma = noise_rank(values, longer, sure)
-    lost = lost_share(values[:rank] / sigma, *stacked.shape) if sigma > 0 else None
-    return Directions(vh.T, values, rank, lost, scale)
-
-
-def _balanced(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def balanced(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return a matrix whose rows and columns have about unit norm, and what its columns were multiplied by."""
     scale = torch.ones_like(matrix[0])
     for _ in range(_BALANCE):
@@ -191,7 +143,7 @@ def _largest(rows: int, columns: int) -> float:
     return math.sqrt(sum(sides) ** 2 + _SURE * sum(sides) * (1 / sides[0] + 1 / sides[1]) ** (1 / 3))
 
 
-def _sigma(values: Tensor, rank: int, rows: int) -> float:
+def noise_of(values: Tensor, rank: int, rows: int) -> float:
     """Return the noise's standard deviation by the median of the values behind a rank."""
     return float(values[rank:].median()) / _median(rows - rank, len(values) - rank)
 

@@ -6,7 +6,7 @@ As `leakage.growth`, but no row fits exactly: wrong rows pass now and then, and 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.growth import ROUNDING, AcceptedTokens, Grown, GrowthRules, phantom
+from gradaudit.leakage.rowspace.growth import ROUNDING, AcceptedTokens, Grown, GrowthRules, phantom, spread_tokens
 from gradaudit.leakage.rowspace.joint import Joint, joint_residuals
 from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for
 from gradaudit.leakage.rowspace.subspace import below_wrong, cut_by_gap
@@ -34,8 +34,6 @@ _ASTRAY, _LOST = 4, 3.0
 """So many rows in a row, each so many times as far as true ones in the middle, end a prefix."""
 _DOUBT = 0.7
 """A row less far below the wrong ones speaks against a sentence: wrong rows that pass are somewhat below the others."""
-_DECOYS = 64
-"""Tokens spread over the vocabulary whose rows show where wrong ones lie."""
 _CLEAR = 3.0
 """A gap this wide is between true rows and wrong ones."""
 _TOP = 0.3
@@ -62,8 +60,7 @@ def grow_under_noise(seen: Observation, joint: Joint, rules: GrowthRules) -> Gro
     attended = Attended(model, blocks_for((s.layer, s.roles[0]) for s in joint.spans))
     prefixes = torch.zeros((1, 0), dtype=torch.long, device=device)
     along, below = torch.zeros((1, 0), device=device), torch.zeros((1, 0), device=device)
-    apart = max(1, model.vocabulary_size // _DECOYS)
-    decoys = torch.arange(apart // 2, model.vocabulary_size, apart, device=device)
+    decoys = spread_tokens(model, device)
     grown: dict[tuple[int, ...], list[float]] = {}
     margins: dict[tuple[int, ...], list[float]] = {}
     tried = 0
@@ -130,7 +127,7 @@ class _Words:
             step("every word of the vocabulary, position", position + 1)
             every = torch.arange(self._model.vocabulary_size, device=prefixes.device)
             every = every if self._named is None else self._named
-            spans = self._joint.first
+            spans = tuple(s for s in self._joint.spans if s.layer == 0) or self._joint.spans
             attended = Attended(self._model, blocks_for((s.layer, s.roles[0]) for s in spans))
             nearest = joint_residuals(attended, spans, prefixes[:_SAMPLES], every).amin(0)
             self._scanned[place] = every[nearest.topk(min(self._count, len(every)), largest=False).indices]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.rowspace.deflation import Remainder, matrices_of, remainder, sentence_gradient
-from gradaudit.leakage.rowspace.evidence import Deviation, WordMeasure, deviation, leverage_of, outside_of
-from gradaudit.leakage.rowspace.growth import AcceptedTokens, GrowthRules, grow
-from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for, leaf_values
+from gradaudit.leakage.rowspace.evidence import Rating, deviation, leverage_of, outside_of
+from gradaudit.leakage.rowspace.growth import AcceptedTokens, GrowthRules, grow, spread_tokens
+from gradaudit.leakage.rowspace.prefixes import Attended, Measures, blocks_for, leaf_values
 from gradaudit.leakage.rowspace.sentence_ends import Ends
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import TextModel
@@ -26,8 +26,6 @@ from gradaudit.types import Observation
 
 FULL = 0.02
 """A row space is full when rows that are not the batch's lie nearer than this: right ones are at 1e-6 to 1e-5."""
-_PROBES = 64
-"""Tokens spread over the vocabulary whose rows show whether a row space is full, and where wrong rows lie."""
 _DEEPER = 3
 """The last block whose inputs rate prefixes: more of them tell more, and each costs."""
 _OTHERS = 8
@@ -76,16 +74,11 @@ def is_full(model: TextModel, span: Span) -> bool:
         return True
     if span.rank < model.width // 2:
         return False
-    probes = _probes(model, span.basis.device)
+    probes = spread_tokens(model, span.basis.device)
     # as second tokens: the first of a text has nearly one input in models that attend to it as a sink
     pairs = torch.stack([probes.roll(1), probes], 1)
     residuals = span.residual(model.attention_inputs(span.layer, pairs)[:, 1])
     return float(residuals.median()) < FULL
-
-
-def _probes(model: TextModel, device: torch.device) -> Tensor:
-    apart = max(1, model.vocabulary_size // _PROBES)
-    return torch.arange(apart // 2, model.vocabulary_size, apart, device=device)
 
 
 @dataclass
@@ -162,7 +155,7 @@ class Crowd:
         model, quiet = self.model, 0
         full = is_full(model, first)
         accepted = None if full else AcceptedTokens(model, first, self.rules.token, self.rules.words)
-        words = leverage_of(self.rest.stacked(0), 0, self.usual[0, "q"])
+        words = leverage_of(self.rest.stacked(0), self.usual[0, "q"])
         prefixes = torch.zeros((1, 0), dtype=torch.long, device=first.basis.device)
         score = torch.zeros(1, device=first.basis.device)
         likely: dict[tuple[int, ...], float] = {}
@@ -184,7 +177,7 @@ class Crowd:
                 quiet += 1
         return _apart(likely, self.size - len(self.found))
 
-    def _likely_words(self, words: WordMeasure, position: int) -> Tensor:
+    def _likely_words(self, words: Rating, position: int) -> Tensor:
         """Return the ids that may be in the batch, where block 0's row space is full too."""
         if self.rules.words is not None:
             return self.rules.words
@@ -192,7 +185,7 @@ class Crowd:
         count = min(int(_WORDS * self.model.width), self.model.vocabulary_size)
         return words(self.model.first_inputs(place)).topk(count, largest=False).indices
 
-    def _measures(self) -> tuple[list[Deviation], list[Deviation]]:
+    def _measures(self) -> tuple[Measures, Measures]:
         """Return what rates every word after every prefix, and what rates the best of them."""
         rated = []
         for key, usual in self.usual.items():
@@ -202,20 +195,15 @@ class Crowd:
                 continue  # it knows words, not what comes before them
             if key[1] == "p":
                 rounding = _ROUNDING * self.rest.eps * self.rest.whole[key]
-                measure = outside_of(self.rest.left[key], key, rounding, learned)
+                measure = outside_of(self.rest.left[key], rounding, learned)
             else:
-                measure = leverage_of(self.rest.stacked(key[0]), key[0], learned)
-            rated.append(deviation(measure, measured))
+                measure = leverage_of(self.rest.stacked(key[0]), learned)
+            rated.append((key, deviation(measure, measured)))
         near = ((0, "p"), (1, "q"))
-        return [one for one in rated if one.measure.key in near], [one for one in rated if one.measure.key not in near]
+        return [one for one in rated if one[0] in near], [one for one in rated if one[0] not in near]
 
     def _extended(
-        self,
-        measures: tuple[list[Deviation], list[Deviation]],
-        prefixes: Tensor,
-        score: Tensor,
-        words: Tensor,
-        most: int,
+        self, measures: tuple[Measures, Measures], prefixes: Tensor, score: Tensor, words: Tensor, most: int
     ) -> tuple[Tensor, Tensor]:
         """Return the likeliest prefixes one token longer, and their scores."""
         at_once, deeper = measures
@@ -252,10 +240,10 @@ class Crowd:
         parent, child = kept.indices // few, kept.indices % few
         return torch.cat([prefixes[parent], children[parent, child][:, None]], 1), kept.values
 
-    def _rated(self, measures: Sequence[Deviation], prefixes: Tensor, words: Tensor) -> Tensor:
+    def _rated(self, measures: Measures, prefixes: Tensor, words: Tensor) -> Tensor:
         words = words.expand(len(prefixes), -1)
         self.tried += words.numel()
-        return leaf_values(self.attended, prefixes, words, [(one.measure.key, one) for one in measures])
+        return leaf_values(self.attended, prefixes, words, measures)
 
     def _take_out(self, sentences: Iterable[tuple[int, ...]], ends: Ends) -> bool:
         """Take the sentences that were sent out of the gradient, and say whether there was one."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import Past, TextModel
 
 _ROWS = 4096
@@ -135,10 +134,3 @@ def last_inputs(model: TextModel, layer: int, sentences: Tensor) -> Tensor:
     """
     some = torch.split(sentences, max(1, _ROWS // sentences.shape[1]))
     return torch.cat([model.attention_inputs(layer, part)[:, -1] for part in some])
-
-
-@torch.no_grad()
-def prefix_residuals(model: TextModel, span: Span, sentence: list[int]) -> Tensor:
-    """Return the residual of every position of one sentence in a span, [T]: one causal run tests every prefix."""
-    device = span.basis.device
-    return span.residual(model.attention_inputs(span.layer, torch.tensor([sentence], device=device)))[0]

@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.noise_floor import above_noise, few_digits, few_values
+from gradaudit.leakage.rowspace.noise_floor import (
+    CLEAR,
+    balanced,
+    clear_cut,
+    few_digits,
+    few_values,
+    lost_share,
+    noise_of,
+    noise_rank,
+    whitened,
+)
 from gradaudit.models.base import FirstInputs, TextModel
 from gradaudit.types import Observation
 
@@ -195,17 +205,39 @@ def span(
             digits = any(few_digits(g) for g in sent)
             sure = sure or digits or any(few_values(g) for g in sent)
             if sure or float(values[-1]) >= 32 * precision * float(values[0]):
-                return _above_noise(parts, layer, used, digits, sure)
+                return above_noise(parts, digits, sure, layer, used)
     return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, used)
 
 
-def _above_noise(parts: Sequence[Tensor], layer: int, roles: tuple[str, ...], digits: bool, sure: bool) -> Span:
-    """Return the row space of gradients none of whose directions is at the rounding level, or all of few digits."""
-    found = above_noise(parts, digits, sure)
-    values, rank = found.values, found.rank
+def above_noise(parts: Sequence[Tensor], digits: bool, sure: bool, layer: int = 0, roles: tuple[str, ...] = ()) -> Span:
+    """Return what of the row space of gradients that share an input stands above their noise.
+
+    Even noise (a known sigma, integers, rounded weights) is one number once each matrix is in multiples of its own.
+    Noise in proportion to the entries (few digits) is even once all rows and all columns have unit norm; scaled rows
+    span the same space, and scaled columns a space that is to be compared with rows scaled alike.
+
+    Args:
+        parts: [out, d] each, float64.
+        digits: noise is in proportion to the entries.
+        sure: there is noise, whatever the small values look like.
+        layer: block.
+        roles: roles of the parts.
+    """
+    stacked, scale = torch.cat([part / part.norm() for part in parts]), None
+    if digits:
+        stacked, scale = balanced(stacked)
+    _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
+    longer = max(stacked.shape)  # adapters have fewer rows than columns
+    rank, ratio = clear_cut(values, longer)
+    if ratio >= CLEAR:
+        sigma = noise_of(values, rank, longer)
+    else:
+        if not digits:
+            _, values, vh = torch.linalg.svd(whitened(parts, sure), full_matrices=False)
+        rank, sigma = noise_rank(values, longer, sure)
+    lost = lost_share(values[:rank] / sigma, *stacked.shape) if sigma > 0 else None
     confidence = float(values[rank - 1] / values[rank]) if 0 < rank < len(values) else 1.0
-    basis = found.vectors[:, :rank].contiguous()
-    return Span(basis, values, rank, confidence, layer, roles, found.lost, found.scale)
+    return Span(vh[:rank].T.contiguous(), values, rank, confidence, layer, roles, lost, scale)
 
 
 def cut_by_gap(residuals: Tensor, low: float, high: float) -> float:

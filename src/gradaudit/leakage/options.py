@@ -1,4 +1,4 @@
-"""Fields that several attacks have, each with its meaning and the source of its default."""
+"""Fields that several matching attacks have, each with its meaning and the source of its default."""
 
 from typing import Any
 
