@@ -7,6 +7,8 @@ Every new length is first checked against the plain way; where the two differ, o
 taken and the record says so.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
