@@ -40,6 +40,14 @@ SHORT: dict[str, Any] = {
 FITTED = ("lti", "lti-images")
 """Attacks that learn first."""
 
+OVER_ROUNDING = ("confidence", "rank_confidence")
+"""Ratios to the largest singular value that is rounding alone."""
+ROUNDING_DIFFERS = 2.0
+"""Two processors' confidences differed by a quarter."""
+ROUNDED = ("lamp / bert / sgd", "decode / roberta / plain")
+"""Cases that two processors (AVX2 and AVX-512) answer differently: a search over steps whose near-ties rounding breaks,
+and a rank after deflation that rounding raises by one, so that a sentence is likely and not proven."""
+
 Setting = dict[str, Any]
 CLIENTS: dict[str, Setting] = {
     "plain": {},
@@ -186,14 +194,27 @@ def support(folders: dict[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def same(stored: Any, made: Any) -> bool:
-    """Say whether two of the net's entries agree; numbers to a thousandth of themselves."""
+    """Say whether two of the net's entries agree; numbers to a thousandth of themselves, confidences to a factor."""
     if isinstance(stored, float | int) and isinstance(made, float | int):
         return math.isclose(stored, made, rel_tol=2e-3, abs_tol=1e-6)
     if isinstance(stored, dict) and isinstance(made, dict):
-        return stored.keys() == made.keys() and all(same(stored[name], made[name]) for name in stored)
+        return stored.keys() == made.keys() and all(
+            alike(stored[name], made[name]) if name in OVER_ROUNDING else same(stored[name], made[name])
+            for name in stored
+        )
     if isinstance(stored, list) and isinstance(made, list):
         return len(stored) == len(made) and all(same(one, other) for one, other in zip(stored, made, strict=True))
     return bool(stored == made)
+
+
+def alike(stored: float, made: float) -> bool:
+    """Say whether two ratios to a floor of rounding agree, which is another one on every processor."""
+    return 1 / ROUNDING_DIFFERS < made / stored < ROUNDING_DIFFERS
+
+
+def rough(entry: Any) -> Any:
+    """Return what of an entry does not hang on the processor where its answer does."""
+    return {name: entry["record"][name] for name in ("error", "flags", "tokens", "batch_size", "knowledge")}
 
 
 def main() -> None:

@@ -259,7 +259,10 @@ def test_beam_search_finds_the_best_of_all_texts_where_it_keeps_all(load, anew, 
             losses[words] = float(objective(vectors, of.frame.mask, of.labels[None], of.masks[0])[0])
     best = min(losses, key=lambda w: losses[w])
     assert found.ids[:, 1:3].tolist() == [list(w) for w in best]
-    assert found.loss == pytest.approx(losses[best], rel=1e-3, abs=1e-4)
+    # norms come as differences of squares, so rounding at the truth goes by its root, on every processor another way
+    rounding = torch.finfo(torch.float32).eps ** 0.5 * sum(float(g.norm()) for g in seen.tensors.values())
+    assert rounding < 0.05 * max(losses.values())
+    assert found.loss == pytest.approx(losses[best], rel=1e-3, abs=rounding)
     if not dropout:
         assert torch.equal(found.ids, batch.ids)
 
