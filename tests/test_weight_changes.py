@@ -13,10 +13,10 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
-from gradaudit.leakage.uneven.decoded import EXPLAINED
+from gradaudit.leakage.decoding.rows import MaskedInputs
 from gradaudit.leakage.uneven.entries import Entries, entries
-from gradaudit.leakage.uneven.exact_rows import explain, mended
-from gradaudit.leakage.uneven.low_rank import Fitting, normal_matrices, solved
+from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, pulls
+from gradaudit.leakage.uneven.low_rank import Fitting, against, inverses, normal_matrices, solved
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -94,6 +94,15 @@ def test_adams_map_is_inverted_where_it_is_not_saturated():
     assert torch.equal(PlainStep().behind(SIZES, spread)[0], SIZES)
 
 
+def test_the_secant_is_the_line_through_two_points_of_the_map():
+    step = AdamStep()
+    other = SIZES.flip(0)
+    for sign in (1, -1):
+        line = (step.sent(SIZES) - step.sent(sign * other)) / (SIZES - sign * other)
+        assert torch.allclose(step.secant(SIZES, sign * other), line, rtol=1e-6)
+    assert torch.allclose(step.secant(SIZES, SIZES), step.slope(SIZES))
+
+
 def made(seed: int, rank: int, n: int = 120, d: int = 48) -> tuple[Entries, torch.Tensor, torch.Tensor]:
     """Return entries of a made-up gradient of low rank as AdamW's first step shows them, its rows, and itself."""
     rng = torch.Generator().manual_seed(seed)
@@ -106,55 +115,146 @@ def made(seed: int, rank: int, n: int = 120, d: int = 48) -> tuple[Entries, torc
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_fit_finds_the_row_space_and_says_how_far_off_it_is(seed: int):
+def test_the_fit_finds_rank_and_row_space_and_says_how_far_off_it_is(seed: int):
     seen, rows, _ = made(seed, 6)
-    found = Fitting(seen, torch.Generator().manual_seed(9)).fit(6, 40)
+    found = Fitting(seen, torch.Generator().manual_seed(9)).fit(40, first=2)
     assert found is not None
-    unit = torch.nn.functional.normalize(rows, dim=1)
+    assert 6 <= found.rank <= 8, "nothing told it the rank"
+    unit = torch.nn.functional.normalize(rows * found.scale, dim=1)
     inside = unit @ found.basis
     off = (unit - inside @ found.basis.T).norm(dim=1)
     expected = (inside.square() @ found.lost).sqrt()
-    assert off.max() < 0.02
+    assert off.max() < 0.05
     assert ((off / expected) < 2).all()
     assert ((off / expected) > 0.3).all()
+
+
+def test_noise_alone_has_no_rank():
+    rng = torch.Generator().manual_seed(2)
+    noise = torch.randn((120, 48), generator=rng, dtype=torch.float64)
+    seen = Entries(1e-3 * noise, torch.full_like(noise, 1e-3), PlainStep(), {"0.q": 120})
+    fitting = Fitting(seen, rng)
+    assert fitting.missing(noise[:, :0], noise[:0], 0.0) == 0
 
 
 def test_known_rows_sharpen_the_others():
     seen, rows, _ = made(0, 6)
     rng = torch.Generator().manual_seed(9)
-    plain, given = (Fitting(seen, rng).fit(6, 40, known) for known in (None, rows[:4]))
+    plain, given = (Fitting(seen, rng).fit(40, known, first) for known, first in ((None, 6), (rows[:4], 0)))
     assert plain is not None
     assert given is not None
-    unit = torch.nn.functional.normalize(rows, dim=1)
-    off = [(unit - (unit @ f.basis) @ f.basis.T).norm(dim=1) for f in (plain, given)]
+    off = []
+    for fit in (plain, given):
+        unit = torch.nn.functional.normalize(rows * fit.scale, dim=1)
+        off.append((unit - (unit @ fit.basis) @ fit.basis.T).norm(dim=1))
     assert off[1][:4].max() < 1e-9
     assert off[1][4:].mean() < off[0][4:].mean()
 
 
-def test_right_rows_explain_every_entry_and_wrong_ones_do_not():
-    seen, rows, _ = made(1, 6)
-    fitting, rng = Fitting(seen, torch.Generator().manual_seed(9)), torch.Generator().manual_seed(1)
-    assert explain(fitting, rows, rng).chi2 == pytest.approx(1.0, abs=0.05)
-    assert explain(fitting, rows[1:], rng).chi2 > 10
-    wrong = rows.clone()
-    wrong[2, 7] = 0.0
-    assert explain(fitting, wrong, rng).chi2 > EXPLAINED, "one coordinate of one row"
+@pytest.mark.parametrize("extreme", [1.0, 10.0])
+def test_signals_are_the_best_fit_of_values_and_bounds(extreme: float):
+    """Saturated entries bind where the fit would fall short of them, and only there."""
+    seen, rows, gradient = made(0, 6)
+    seen = replace(seen, sent=seen.step.sent(extreme * gradient))
+    fitting = Fitting(seen, torch.Generator())
+    left = fitting.signals(rows, 0.01, fitting.signals(rows, 0.3))
+    off = (seen.sent - seen.step.sent(left @ rows * fitting.scale)) / seen.error(left @ rows * fitting.scale)
+    assert off.square().mean() < 1.0
+    assert (fitting.known.double().mean() < 0.9) == (extreme > 1)
 
 
-def test_a_mask_that_is_wrong_in_a_few_places_is_mended():
-    rng = torch.Generator().manual_seed(4)
-    clean = torch.randn((6, 48), generator=rng, dtype=torch.float64)
+class Inputs(MaskedInputs):
+    """Rows as they are: nothing of a model is behind them."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words, self.model = words, type("Model", (), {"vocabulary_size": len(words)})
+
+    def clean(self, position: int, ids: torch.Tensor) -> torch.Tensor:
+        return self.words[ids]
+
+    def inputs(self, clean: torch.Tensor, kept: torch.Tensor, rate: float) -> torch.Tensor:
+        return torch.where(kept, clean, torch.zeros_like(clean))
+
+    def slope(self, clean: torch.Tensor, kept: torch.Tensor, rate: float) -> torch.Tensor:
+        return clean
+
+
+def masked_and_sent(seed: int = 4, known: int = 6) -> tuple[Fitting, Masked, torch.Tensor]:
+    """Return a gradient of six masked words as AdamW shows it, the first rows with their masks, and all that enter."""
+    rng = torch.Generator().manual_seed(seed)
+    words = torch.randn((40, 48), generator=rng, dtype=torch.float64)
     kept = torch.rand((6, 48), generator=rng) > 0.1
-    gradient = 3e-6 * torch.randn((120, 6), generator=rng, dtype=torch.float64) @ (clean * kept)
+    rows = words[:6] * kept
+    gradient = 3e-6 * torch.randn((120, 6), generator=rng, dtype=torch.float64) @ rows
     spread = torch.full_like(gradient, 1e-4)
     step = AdamStep()
     sent = step.sent(gradient) + spread * torch.randn(gradient.shape, generator=rng, dtype=torch.float64)
     fitting = Fitting(Entries(sent, spread, step, {"0.q": 120}), rng)
-    wrong = kept.clone()
-    wrong[0, 3] ^= True
-    wrong[4, 30] ^= True
-    again = mended(fitting, clean, wrong)
-    assert (again == kept)[clean.abs() > 0.05].all()
+    return fitting, Masked(Inputs(words), words[:known], kept[:known], 0.0, rows[known:]), rows
+
+
+def test_right_rows_explain_every_entry_and_wrong_ones_do_not():
+    fitting, masked, _ = masked_and_sent()
+    rng = torch.Generator().manual_seed(1)
+    told = explain(fitting, masked, list(range(6)), rng)
+    assert told.chi2 == pytest.approx(1.0, abs=0.05)
+    assert told.apart > APART
+    assert told.whole
+    fewer = replace(masked, clean=masked.clean[1:], kept=masked.kept[1:])
+    assert explain(fitting, fewer, list(range(5)), rng).chi2 > 10
+    kept = masked.kept.clone()
+    kept[2, masked.clean[2].abs().argmax()] ^= True
+    assert explain(fitting, replace(masked, kept=kept), list(range(6)), rng).chi2 > EXPLAINED, "one coordinate"
+
+
+def test_a_row_that_another_word_could_stand_for_is_not_whole():
+    fitting, masked, _ = masked_and_sent()
+    words = masked.inputs.words.clone()
+    words[20] = words[3] * (1 + 1e-9)
+    twin = replace(masked, inputs=Inputs(words))
+    told = explain(fitting, twin, list(range(6)), torch.Generator())
+    assert told.chi2 < EXPLAINED
+    assert not told.whole
+
+
+@pytest.mark.parametrize("known", [6, 4])
+def test_a_mask_that_is_wrong_in_a_few_places_is_mended(known: int):
+    """Also beside rows that are not known: what they bring to a column is free."""
+    fitting, masked, _ = masked_and_sent(known=known)
+    kept = masked.kept.clone()
+    for row, column in ((0, 3), (3, 30), (2, 11)):
+        kept[row, column] ^= True
+    again, _ = mended(fitting, replace(masked, kept=kept))
+    assert (again == masked.kept)[masked.clean.abs() > 0.05].all()
+
+
+def test_a_bit_bends_the_signals_to_itself_and_is_seen_through_the_other_columns():
+    """Where an entry is known far better than others of its line, the fit goes through it, right or wrong."""
+    fitting, masked, _ = masked_and_sent()
+    column = int(masked.clean[1].abs().argmax())
+    fitting.seen.spread[:, column] *= 1e-6
+    kept = masked.kept.clone()
+    kept[1, column] ^= True
+    again, _ = mended(fitting, replace(masked, kept=kept))
+    assert bool(again[1, column]) == bool(masked.kept[1, column])
+
+
+def test_a_wrong_row_pulls():
+    fitting, masked, _ = masked_and_sent()
+    clean = masked.clean.clone()
+    clean[4] = masked.inputs.words[30]
+    pull = pulls(fitting, replace(masked, clean=clean), 0.01)
+    assert int(pull.argmax()) == 4
+    assert pull[4] > 6 * pull.median()
+
+
+def test_matrices_are_inverted_and_applied():
+    rng = torch.Generator().manual_seed(0)
+    rows, weights = (torch.rand(s, generator=rng, dtype=torch.float64) for s in ((3, 10), (5, 10)))
+    matrices, pull = normal_matrices(rows, weights), weights[:, :3]
+    whole = inverses(matrices, 0.0)
+    assert torch.allclose(whole @ matrices, torch.eye(3, dtype=torch.float64).expand(5, 3, 3), atol=1e-9)
+    assert torch.allclose(against(matrices, pull, 0.0), (whole @ pull[..., None])[..., 0])
 
 
 def test_lines_are_solved_by_their_own_weights():
@@ -175,10 +275,10 @@ def test_lines_are_solved_by_their_own_weights():
 @pytest.mark.parametrize("training", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_one_step_is_read_back_exactly_and_proven(minilm, training: LocalTraining):
     batch = batch_of(minilm, 4, 1)
-    found = Decode()(seen_of(minilm, batch, training), stream(0, "attack"))
+    found = Decode()(seen_of(minilm, batch, training, Given()), stream(0, "attack"))
     assert found.sequences == (tuple(batch.sequences()[0]),)
     assert found.certificates == ("proven",)
-    assert found.details["chi2"] == pytest.approx(1.0, abs=0.05)
+    assert 0.8 < found.details["chi2"] < EXPLAINED
 
 
 @pytest.mark.minilm

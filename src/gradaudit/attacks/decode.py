@@ -180,12 +180,11 @@ class Decode(Attack):
         if changes is None:
             return None
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
-        counted = known.lengths if model.spec.task == "classification" else None
-        found = decode_change(model, changes, how, sum(counted) if counted else None, rng)
-        if found is None or not (found.explained or changes.steps == 1):
+        found = decode_change(model, changes, how, rng)
+        if found is None or not (found.told.whole or changes.steps == 1):
             return None
-        details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.chi2, 3)}
-        blurred = found.gradient(seen, changes, drawn=True) if found.explained else None
+        details = {"rank": found.inputs.span.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
+        blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None
         rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
         signals = rows.signals()
         notes = []
@@ -197,7 +196,7 @@ class Decode(Attack):
         else:
             linked = rows.link(signals)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
-        if not found.explained:
+        if not found.told.whole:
             certificates = ["likely" if one == "proven" else one for one in certificates]
             notes.append("the rows that were decoded do not explain every weight's rounding: nothing is proven")
         if model.spec.task == "causal-lm":

@@ -247,7 +247,7 @@ class DecodedRows:
         for row in near:
             kept, inside = self.inputs.accepted(row.clean[None], row.kept[None], how.rate)
             same = [r for r in (*self.found, *fresh) if (r.position, r.token) == (row.position, row.token)]
-            new = all(self.inputs.differ(kept[0], r.kept) for r in same)
+            new = all(self.inputs.differ(row.clean, kept[0], r.kept) for r in same)
             if bool(inside[0]) and new and (self.size is None or len(same) < self.size):
                 fresh.append(Row(row.token, row.position, kept[0], row.clean))
         return fresh

@@ -1,26 +1,41 @@
-"""The rows of a batch from entries that are known unevenly: fit, decode, and fit again with what was decoded."""
+"""The rows of a batch from entries that are known unevenly: fit, decode, judge, and fit again with what was decoded."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, find_rows
+from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, find_rows, look_harder
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
-from gradaudit.leakage.uneven.exact_rows import Explanation, explain, mended
-from gradaudit.leakage.uneven.low_rank import Fitting
+from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, pulls
+from gradaudit.leakage.uneven.low_rank import FLOORS, Fitting, LowRank
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import Observation
 
-EXPLAINED = 1.1
-"""Entries are explained up to their own errors below this chi^2 per degree of freedom: right rows leave 0.97 to 1.01,
-one row or one mask bit of weight that is wrong leaves more than 10."""
-_ROUNDS = 6
+_ROUNDS = 8
 """Fits with what the one before decoded."""
 _LARGEST_SHARE = 0.8
 """Largest rank tried, as a share of the width."""
+_PER_SENTENCE = 5
+"""Directions to start from, a sentence: few sentences are shorter."""
+_NEAR = 5e-3
+"""A row this near the span is looked at, whatever the fit's own error: rows held fixed have wrong bits of small
+coordinates, which put others off by up to 2e-3."""
+_COARSE = FLOORS[-2:]
+"""Floors at which rows are judged while some are missing."""
+_STRAY = 16
+"""Where rows are missing more directions than this stand out (measured: 138 to 384); wrong bits make some, too."""
+_NEARLY = 0.5
+"""With so many of the directions decoded the others may be the fit's own."""
+_FEW = 40
+"""So few rows are held against everything whatever the rank."""
+_EFFORT, _MOST_EFFORT = 3, 3
+"""Tries at copies of what was found, in times the first ones, and how often anew where a round finds nothing."""
+_MIDDLE = (0.03, 0.01, 1e-3)
+_WRONG, _WORST = 6.0, 0.3
+"""A row whose pull is so many times the median one is wrong, with those that pull at least so much as the worst."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +45,14 @@ class DecodedChange:
     Args:
         rows: the rows.
         inputs: what dropout masks, and the span: of the rows themselves where they explain everything.
-        signals: [n, r] what comes back to each row, and to the directions that no row was decoded for.
-        noise: [n, r] a draw of its error; None where something is not explained.
-        directions: [r, d] the rows as they enter, then those directions.
-        chi2: what the rows leave of the entries that were sent, per degree of freedom.
-        rank: directions of the last fit.
+        told: what they explain.
+        entering: [r, d] the rows as they enter.
     """
 
     rows: list[Row]
     inputs: MaskedInputs
-    signals: Tensor
-    noise: Tensor | None
-    directions: Tensor
-    chi2: float
-    rank: int
+    told: Explanation
+    entering: Tensor
 
     def gradient(self, seen: Observation, entries: Entries, drawn: bool = False) -> Observation:
         """Return the observation with the gradient that these rows and signals make in place of the weight change.
@@ -53,87 +62,121 @@ class DecodedChange:
             entries: of its block 0.
             drawn: add the draw of the error.
         """
-        signals = self.signals + self.noise if drawn and self.noise is not None else self.signals
-        return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.directions))
-
-    @property
-    def explained(self) -> bool:
-        """Say whether the rows explain all that was sent, to the last rounding."""
-        return self.chi2 < EXPLAINED
+        signals = self.told.left + self.told.noise if drawn else self.told.left
+        return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.entering))
 
 
-def decode_change(
-    model: TextModel, seen: Entries, how: Search, rank: int | None, rng: torch.Generator
-) -> DecodedChange | None:
+class _Decoding:
+    """Rows of a weight change in the making.
+
+    Args:
+        model: the model.
+        seen: entries of its block 0.
+        how: how far to look.
+        rng: for tries and for the draws of errors.
+    """
+
+    def __init__(self, model: TextModel, seen: Entries, how: Search, rng: torch.Generator) -> None:
+        self.model, self.how, self.rng = model, how, rng
+        self.fitting = Fitting(seen, rng)
+        self.most = int(_LARGEST_SHARE * model.width)
+        self.rows: list[Row] = []
+
+    def fit(self, inputs: MaskedInputs | None) -> LowRank | None:
+        """Return the low rank, with the rows found so far held fixed."""
+        if inputs is None or not self.rows:
+            return self.fitting.fit(self.most, first=_PER_SENTENCE * (self.how.size or 1) + 1)
+        return self.fitting.fit(self.most, self.masked(inputs).rows(), first=0)
+
+    def masked(self, inputs: MaskedInputs, others: Tensor | None = None) -> Masked:
+        """Return the rows with their masks, and directions beside them."""
+        clean, kept = torch.stack([row.clean for row in self.rows]), torch.stack([row.kept for row in self.rows])
+        return Masked(inputs, clean, kept, self.how.rate, clean[:0] if others is None else others)
+
+    def look(self, inputs: MaskedInputs, effort: int) -> None:
+        """Find rows in the span, with so many times the tries at what was missed (0: not anew)."""
+        self.rows = find_rows(inputs, self.how, self.rng, self.rows)
+        for _ in range(effort):
+            if len(self.rows) >= inputs.span.rank:
+                break
+            self.rows = look_harder(inputs, self.how, self.rows, _EFFORT, self.rng)
+        step(f"decode: {len(self.rows)} rows", len(self.rows), inputs.span.rank)
+
+    def beside(self, inputs: MaskedInputs, scale: Tensor) -> Masked:
+        """Return the rows, and beside them the directions of the span that they leave."""
+        basis = inputs.span.basis
+        inside = self.masked(inputs).rows() * scale @ basis
+        return self.masked(inputs, torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (basis.T / scale))
+
+    def drop(self, masked: Masked) -> int:
+        """Drop the rows that the entries speak against, and return how many."""
+        pull = pulls(self.fitting, masked, _COARSE[-1])
+        wrong = (pull > _WRONG * pull.median()) & (pull > _WORST * pull.max()) & (pull > 1)
+        self.rows = [row for row, bad in zip(self.rows, wrong.tolist(), strict=True) if not bad]
+        return int(wrong.sum())
+
+    def keep(self, masks: Tensor) -> None:
+        """Give the rows their mended masks."""
+        self.rows = [replace(row, kept=mask) for row, mask in zip(self.rows, masks, strict=True)]
+
+    def explained(self, inputs: MaskedInputs) -> Explanation | None:
+        """Return what the rows explain with masks mended to the last bit, which they keep; None where some miss."""
+        masked = self.masked(inputs)
+        kept, left = mended(self.fitting, masked, _COARSE)
+        masked = replace(masked, kept=kept)
+        missing = self.fitting.missing(left, masked.rows(), _COARSE[-1])
+        if missing > _STRAY:
+            return None
+        self.keep(mended(self.fitting, masked, FINE[1:], left)[0])
+        return self.told(inputs)
+
+    def told(self, inputs: MaskedInputs) -> Explanation:
+        """Return what the rows explain as they are."""
+        return explain(self.fitting, self.masked(inputs), [row.position for row in self.rows], self.rng)
+
+
+def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Generator) -> DecodedChange | None:
     """Return the rows of block 0 behind a weight change; None where no low rank shows.
 
     Args:
         model: the model.
         seen: entries of its block 0.
         how: how far to look.
-        rank: tokens of the batch; None where not known.
         rng: for tries and for the draws of errors.
     """
-    fitting = Fitting(seen, rng)
-    found = _attempt(fitting, model, how, rank, rng)
-    tried = {rank}
-    # a rank that is too large blurs the masks: as many as were decoded are the next guess
-    while rank is None and found is not None and not found.explained and len(found.rows) not in tried:
-        tried.add(len(found.rows))
-        again = _attempt(fitting, model, how, len(found.rows), rng)
-        if again is None or again.chi2 >= found.chi2:
-            break
-        found = again
-    return found
-
-
-def _attempt(
-    fitting: Fitting, model: TextModel, how: Search, rank: int | None, rng: torch.Generator
-) -> DecodedChange | None:
-    most = int(_LARGEST_SHARE * model.width)
-    rows: list[Row] = []
-    best, known, directions = None, None, rank
+    state = _Decoding(model, seen, how, rng)
+    inputs: MaskedInputs | None = None
+    told: Explanation | None = None
+    effort = 1
     for _ in range(_ROUNDS):
-        fit = fitting.fit(directions, most, known)
+        fit = state.fit(inputs)
         if fit is None:
-            return best
-        directions = fit.rank
-        span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost)
-        inputs = MaskedInputs(model, span)
-        before = len(rows)
-        rows = find_rows(inputs, how, rng, rows)
-        step(f"decode: {len(rows)} rows", len(rows), fit.rank)
-        if not rows:
-            return best
-        told, masks = _explained(fitting, inputs, rows, how.rate, rng)
-        if told.chi2 < EXPLAINED:
-            rows = [replace(row, kept=mask) for row, mask in zip(rows, masks, strict=True)]
-            entering = _entering(inputs, rows, how.rate)
-            basis = torch.linalg.qr(entering.T).Q
-            exact = MaskedInputs(model, Span(basis, torch.ones_like(basis[0]), len(rows), 1.0, 0, ()))
-            return DecodedChange(rows, exact, told.left, told.noise, entering, told.chi2, len(rows))
-        known = _entering(inputs, rows, how.rate)
-        best = DecodedChange(rows, inputs, fit.left, None, fit.rows, told.chi2, fit.rank)
-        if len(rows) == before or len(rows) >= most:
             break
-    return best
-
-
-def _entering(inputs: MaskedInputs, rows: list[Row], rate: float) -> Tensor:
-    clean, kept = torch.stack([row.clean for row in rows]), torch.stack([row.kept for row in rows])
-    return inputs.inputs(clean, kept, rate)
-
-
-def _explained(
-    fitting: Fitting, inputs: MaskedInputs, rows: list[Row], rate: float, rng: torch.Generator
-) -> tuple[Explanation, list[Tensor]]:
-    """Return what the rows explain, their masks as they were or mended, whichever explains more."""
-    kept = torch.stack([row.kept for row in rows])
-    told = explain(fitting, _entering(inputs, rows, rate), rng)
-    if told.chi2 >= EXPLAINED and not inputs.model.dropout_before_norm:
-        clean = torch.stack([row.clean for row in rows]) / (1 - rate)
-        again = mended(fitting, clean, kept)
-        better = explain(fitting, torch.where(again, clean, torch.zeros_like(clean)), rng)
-        if better.chi2 < told.chi2:
-            return better, list(again)
-    return told, list(kept)
+        span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost, fit.scale)
+        inputs = MaskedInputs(model, span, _NEAR)
+        before = len(state.rows)
+        state.look(inputs, effort)
+        found = len(state.rows)
+        if not found:
+            return None
+        masked = state.beside(inputs, fit.scale)
+        dropped = state.drop(masked)
+        if dropped:
+            continue
+        told = state.explained(inputs) if found >= min(_NEARLY * fit.rank, _FEW) else None
+        if told is not None and told.whole:
+            break
+        state.keep(mended(state.fitting, masked, _MIDDLE)[0])
+        if found == before:
+            if effort >= _MOST_EFFORT:
+                break
+            effort += 1
+    if inputs is None or not state.rows:
+        return None
+    entering = state.masked(inputs).rows()
+    if told is None or told.left.shape[1] != len(entering):
+        told = state.told(inputs)
+    if told.whole:
+        basis = torch.linalg.qr(entering.T).Q
+        inputs = MaskedInputs(model, Span(basis, torch.ones_like(basis[0]), len(entering), 1.0, 0, ()))
+    return DecodedChange(state.rows, inputs, told, entering)

@@ -1,18 +1,38 @@
-"""The certificate of decoded rows: with the inputs known exactly, every entry that was sent is explained, or not."""
+"""Rows known exactly: their masks bit by bit, which of them do not hold, and what they explain of all that was sent."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.uneven.low_rank import Fitting, solved
+from gradaudit.leakage.decoding.rows import MaskedInputs
+from gradaudit.leakage.uneven.low_rank import EVERY, Fitting, Part, inverses, normal_matrices, solved
 
-_STAGES = (0.1, 0.01, 1e-3, 1e-4, 0.0)
-"""What is added to each entry's error while the signals settle, in medians of the gradient's size."""
-_FLIPS, _FIRST = 24, 0.1
-"""Rounds of exchanged mask bits at most, and the share of the largest gain that a bit of the same round has."""
-_GAIN = 12.0
-"""A mask bit is exchanged when chi^2 falls by this much: by chance it falls so in one of 2,000."""
+EXPLAINED = 1.1
+"""Entries are explained up to their own errors below this chi^2 per degree of freedom: right rows leave 0.8 to 1.01
+(less than 1 where saturated entries all round alike), one wrong row or weighty mask bit leaves more than 10."""
+APART = 100.0
+"""Another token in a row's place must cost this much of chi^2: ten standard deviations."""
+FINE = (0.01, 1e-3, 1e-4, 1e-5, 0.0)
+"""What is added to each entry's error while masks are mended, in medians of the gradient's size: large coordinates
+first, then ever smaller ones."""
+_PASSES = 5
+"""Rounds of exchanged bits a floor at most."""
+_GAIN, _FIRST = 16.0, 0.02
+"""A mask bit is exchanged when chi^2 falls by this much, by chance once in 15,000; and the share of the round's largest
+gain that it has: wrong bits of weight are exchanged before what they pull along."""
+_NEAR = 0.2
+"""Columns are looked at again where a bit had this share of the gain that exchanges it."""
+_ASTRAY = 1.5
+"""A column that leaves so many times what the median one does has a bit that is far wrong."""
+_LEVERAGE = 1 - 1e-4
+"""Largest share of its own signal that an entry is taken to make alone."""
+_BYTES = 80_000_000
+"""Of left-out signals held together: bounds memory."""
+_WORDS = 4096
+"""Tokens compared together: bounds memory."""
+_RIDGE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -23,59 +43,235 @@ class Explanation:
         left: [n, r] signals D^T, in the gradient's unit.
         chi2: squared residuals of all entries per degree of freedom: 1 when the inputs are those of the batch.
         noise: [n, r] a draw of the error of `left`.
+        apart: by how much chi^2 would grow at least were a row another token's, under the mask that suits it best.
     """
 
     left: Tensor
     chi2: float
     noise: Tensor
+    apart: float
+
+    @property
+    def whole(self) -> bool:
+        """Say whether the rows explain all that was sent, to the last rounding, and no others would."""
+        return self.chi2 < EXPLAINED and self.apart > APART
 
 
-def explain(fitting: Fitting, rows: Tensor, rng: torch.Generator) -> Explanation:
-    """Return the signals that explain the entries best by these inputs, and what they leave.
+@dataclass(frozen=True)
+class Masked:
+    """Rows with masks, and directions beside them.
+
+    Args:
+        inputs: what dropout masks.
+        clean: [f, d] rows before dropout.
+        kept: [f, d] bool.
+        rate: dropout rate.
+        others: [e, d] directions of rows that are not known.
+    """
+
+    inputs: MaskedInputs
+    clean: Tensor
+    kept: Tensor
+    rate: float
+    others: Tensor
+
+    def rows(self) -> Tensor:
+        """Return the rows as they enter, then the other directions, [f + e, d]."""
+        return torch.cat([self.inputs.inputs(self.clean, self.kept, self.rate), self.others])
+
+    def moves(self) -> Tensor:
+        """Return [f, d], what the exchange of each bit adds to its row."""
+        by = self.inputs.slope(self.clean, self.kept, self.rate)
+        return torch.where(self.kept, -by, by)
+
+
+def explain(fitting: Fitting, masked: Masked, positions: Sequence[int], rng: torch.Generator) -> Explanation:
+    """Return the signals that explain the entries best by these rows alone, and what they leave.
 
     Args:
         fitting: of the entries.
-        rows: [r, d] inputs, linearly independent.
+        masked: the rows.
+        positions: of each row.
         rng: draws the noise of the signals.
     """
-    seen = fitting.seen
-    left = fitting.target @ torch.linalg.pinv(rows)
-    for floor in _STAGES:
-        weights = fitting.weights(left @ rows, floor)
-        left = solved(rows, weights, weights * fitting.target)
+    seen, rows = fitting.seen, masked.rows()
+    left: Tensor | None = None
+    for floor in FINE:
+        left = fitting.signals(rows, floor, left)
+    assert left is not None
+    weights = fitting.weights(left @ rows, FINE[-1])
     gradient = left @ rows * fitting.scale
     off = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient)
     free = off.numel() - left.numel()
     noise = torch.randn(weights.shape, generator=rng).to(weights)
     drawn = solved(rows, weights, weights.sqrt() * noise)
-    return Explanation(left * fitting.scale, float(off.square().sum()) / free, drawn * fitting.scale)
+    apart = _apart(masked, positions, _judged(fitting, masked, FINE[-1], left).energy)
+    return Explanation(left * fitting.scale, float(off.square().sum()) / free, drawn * fitting.scale, apart)
 
 
-def mended(fitting: Fitting, clean: Tensor, kept: Tensor) -> Tensor:
-    """Return the masks, [r, d] bool, with the bits exchanged that explain the entries better.
+def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
+    """Return the least growth of chi^2 by another token in one row's place, each coordinate kept or not as suits it.
+
+    Args:
+        masked: the rows.
+        positions: of each row.
+        energy: [f, d] growth of chi^2 by a square of the coordinate.
+    """
+    inputs, rate = masked.inputs, masked.rate
+    every = torch.arange(inputs.model.vocabulary_size, device=energy.device)
+    least = float("inf")
+    for position in sorted(set(positions)):
+        here = [at for at, p in enumerate(positions) if p == position]
+        for ids in torch.split(every, _WORDS):
+            clean = inputs.clean(position, ids)
+            all_kept = torch.ones_like(clean, dtype=torch.bool)
+            with_it = inputs.inputs(clean, all_kept, rate)
+            without = with_it - inputs.slope(clean, all_kept, rate)
+            for at in here:
+                row = masked.rows()[at]
+                off = torch.minimum((with_it - row).square(), (without - row).square()) @ energy[at]
+                off[(clean == masked.clean[at]).all(1)] = float("inf")
+                least = min(least, float(off.min()))
+    return least
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """Bits and rows judged by what the other columns say.
+
+    Args:
+        gain: [f, d] fall of chi^2 by the exchange of a bit.
+        pull: [f, d] fall of chi^2 were the coordinate free: about 1 of a right row.
+        energy: [f, d] growth of chi^2 by a square of the coordinate.
+        left: [n, r] signals.
+    """
+
+    gain: Tensor
+    pull: Tensor
+    energy: Tensor
+    left: Tensor
+
+
+def _judged(
+    fitting: Fitting, masked: Masked, floor: float, left: Tensor | None, columns: Tensor | None = None
+) -> _Judged:
+    """Judge every mask bit by the signals that the *other* columns fix.
+
+    A wrong bit bends the signals to itself wherever an entry of its column is known best, so that it looks right. Left
+    out of line i's least squares, entry (i, j) predicts nothing of itself: with leverage h and residual r, the signals
+    without it are L_i - A_i^-1 x_j w r / (1 - h), and what they leave of it r / (1 - h), with their own variance
+    x_j^T A_i^-1 x_j / (1 - h). What rows that are not known bring to the column is free.
+    """
+    rows, moves = masked.rows(), masked.moves()
+    count = len(moves)
+    left = fitting.signals(rows, floor, left)
+    weights = fitting.weights(left @ rows, floor)
+    inverse = inverses(normal_matrices(rows, weights), _RIDGE)
+    rest = fitting.target - left @ rows
+    gain, pull, energies = torch.zeros_like(moves), torch.zeros_like(moves), torch.zeros_like(moves)
+    columns = torch.arange(rows.shape[1], device=rows.device) if columns is None else columns
+    for some in torch.split(columns, max(1, _BYTES // (8 * left.numel()))):
+        x, w = rows[:, some], weights[:, some]
+        swing = inverse @ x
+        unsure = torch.einsum("nrj,rj->nj", swing, x)
+        lever = (w * unsure).clamp(0, _LEVERAGE)
+        apart = rest[:, some] / (1 - lever)
+        without = left[:, :, None] - swing * (w * apart)[:, None]
+        seen = fitting.weights(fitting.target[:, some] - apart, floor, (EVERY, some))
+        weight = seen / (1 + seen * unsure / (1 - lever))
+        own = without[:, :count]
+        along = torch.einsum("nfj,nj->fj", own, weight * apart)
+        if len(masked.others):
+            free = without[:, count:].permute(2, 1, 0)
+            weighted = free * weight.T[:, None]
+            inner = inverses(weighted @ free.mT, _RIDGE)
+            cross = weighted @ own.permute(2, 0, 1)
+            back = inner @ cross
+            along = along - (back.mT @ (weighted @ apart.T[..., None]))[..., 0].T
+            taken = (cross * back).sum(1).T
+        else:
+            taken = torch.zeros_like(along)
+        energy = (torch.einsum("nfj,nj->fj", own.square(), weight) - taken).clamp_min(0)
+        move = moves[:, some]
+        gain[:, some] = 2 * move * along - move.square() * energy
+        if not len(masked.others):
+            # far from the truth the slope at a wrong fit says little: what a bit gains there is counted
+            cost = (weight * apart.square()).mean(0)
+            for at in torch.where(cost > _ASTRAY * cost.median())[0].tolist():
+                part = (EVERY, some[at : at + 1])
+                fit = fitting.target[part] - apart[:, at : at + 1]
+                whole = unsure[:, at : at + 1] / (1 - lever[:, at : at + 1])
+                gain[:, some[at]] = cost[at] * len(fit) - _costs(
+                    fitting, fit + without[:, :count, at] * move[:, at], whole, floor, part
+                )
+        pull[:, some] = along.square() / energy.clamp_min(1e-300)
+        energies[:, some] = energy
+    return _Judged(gain, pull, energies, left)
+
+
+def _costs(fitting: Fitting, fits: Tensor, unsure: Tensor, floor: float, part: Part) -> Tensor:
+    """Return [k] the squares that each of some fits [n, k] of one column leaves.
+
+    Args:
+        fitting: of the entries.
+        fits: predictions of the column.
+        unsure: [n, 1] their variance.
+        floor: added to each entry's error.
+        part: the column.
+    """
+    seen = fitting.weights(fits, floor, part)
+    return (seen / (1 + seen * unsure) * (fitting.target[part] - fits).square()).sum(0)
+
+
+def pulls(fitting: Fitting, masked: Masked, floor: float) -> Tensor:
+    """Return [f] how far each row is from what the entries say of it, far more of a wrong row than of the right ones.
+
+    Args:
+        fitting: of the entries.
+        masked: the rows.
+        floor: added to each entry's error.
+    """
+    return _judged(fitting, masked, floor, None).pull.median(1).values
+
+
+def mended(
+    fitting: Fitting, masked: Masked, floors: tuple[float, ...] = FINE, left: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the masks, [f, d] bool, with the bits exchanged that explain the entries better, and the signals.
 
     A coordinate too small to move its row out of the span by more than the span's own error is decoded by chance. All
     entries of its column together tell it.
 
     Args:
         fitting: of the entries.
-        clean: [r, d] rows before dropout, at the scale of the masked ones.
-        kept: [r, d] bool.
+        masked: the rows.
+        floors: what is added to each entry's error, in order.
+        left: [n, r] signals to start from, in medians.
     """
-    kept = kept.clone()
-    for floor in _STAGES[:-1]:  # even weights first: the signals lean to wrong bits in the few entries known best
-        for _ in range(_FLIPS):
-            rows = torch.where(kept, clean, torch.zeros_like(clean))
-            left = fitting.target @ torch.linalg.pinv(rows)
-            for _ in range(2):
-                weights = fitting.weights(left @ rows, floor)
-                left = solved(rows, weights, weights * fitting.target)
-            residual = weights * (fitting.target - left @ rows)
-            move = torch.where(kept, -clean, clean)
-            gain = 2 * move * (left.T @ residual) - move.square() * (left.square().T @ weights)
-            best, at = gain.max(0)  # one row a column: two moves in a column share the column's residual
+    for floor in floors:
+        near = None
+        for _ in range(_PASSES):
+            found = _judged(fitting, masked, floor, left, near)
+            left = found.left
+            best, at = found.gain.max(0)  # one row a column: two moves in a column share the column's residual
             columns = torch.where(best > torch.clamp(_FIRST * best.max(), min=_GAIN))[0]
             if len(columns) == 0:
                 break
+            near = torch.where(best > _NEAR * _GAIN)[0]
+            kept = masked.kept.clone()
             kept[at[columns], columns] ^= True
-    return kept
+            masked = replace(masked, kept=kept)
+            if len(masked.others):
+                masked = replace(masked, others=_others(fitting, masked, floor, left))
+    assert left is not None
+    return masked.kept, left
+
+
+def _others(fitting: Fitting, masked: Masked, floor: float, left: Tensor) -> Tensor:
+    """Return the directions of rows that are not known, found anew beside the known rows."""
+    rows, count = masked.rows(), len(masked.clean)
+    weights = fitting.weights(left @ rows, floor).T.contiguous()
+    free = left[:, count:].T.contiguous()
+    rest = (fitting.target - left[:, :count] @ rows[:count]).T
+    inverse = inverses(normal_matrices(free, weights), _RIDGE)
+    return (inverse @ ((weights * rest) @ free.T)[..., None])[..., 0].T

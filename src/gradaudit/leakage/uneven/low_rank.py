@@ -1,10 +1,14 @@
 """The low rank of a gradient whose entries are known unevenly: the fit, its rank, and how sure each direction is.
 
 The gradient of a matrix is D^T X, of rank b (tokens). Entries known to one part in a thousand stand beside others of
-which the sign is known; there are many more of the former than unknowns. Least squares weighted by what is known,
-on both factors at once: Gauss-Newton steps by conjugate gradients, with each factor's own normal matrices as the
-preconditioner. Weights start even and become the true ones by stages, since true ones differ by 1e12 and a start that
-trusts them ends in the next valley.
+which the sign and a bound are known; there are many more of the former than unknowns. Least squares weighted by what is
+known, on both factors at once: Gauss-Newton steps by conjugate gradients, with each factor's own normal matrices as the
+preconditioner. Weights start even and become uneven by stages, since true ones differ by 1e12 and a start that trusts
+them ends in the next valley.
+
+The rank need not be known. What a fit leaves, weighted, is white where its rank is that of the batch; a direction that
+is missing stands out of the spectrum of drawn noise (`Fitting.missing`: 128 over 34 with one of 29 missing), and one
+that is too many changes nothing.
 """
 
 from dataclasses import dataclass
@@ -15,28 +19,44 @@ from torch import Tensor
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.progress import step as told
 
-_FLOORS = (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4, 1e-5)
-"""Stages: what is added to each entry's error, in medians of the gradient's size."""
-_TURNS = 3
-"""Gauss-Newton steps a stage at most."""
+Part = tuple[slice | Tensor, slice | Tensor]
+EVERY = slice(None)
+EVERYTHING: Part = (EVERY, EVERY)
+"""Lines and columns of the entries."""
+
+FLOORS = (0.3, 0.1, 0.03, 0.01)
+"""Stages: what is added to each entry's error, in medians of the gradient's size. Rows decode at the last; what is
+finer comes of rows that are known exactly."""
+_GROWING = 0.03
+"""Directions are added down to this floor."""
+_TURNS, _TURNS_GROWING = 3, 6
+"""Gauss-Newton steps a stage at most, and between two additions of few directions."""
 _ENOUGH = 0.03
 """A stage ends when a step gains less than this share."""
-_SETTLED, _SETTLED_LAST = (1e-3, 40), (1e-5, 200)
-"""Conjugate gradients: relative residual and steps at most, of the first stages, then of the last."""
+_ROUGH, _SETTLED = (1e-2, 15), (1e-3, 40)
+"""Conjugate gradients: relative residual and steps at most, while directions are added, then behind."""
 _TRIES = 4
 """Dampings tried a step, each ten times the one before."""
-_LINES = 4_000_000
-"""Numbers of weighted rows held together while lines are solved: bounds memory."""
-_TINY = 1e-10
-"""Ridge of a normal matrix, relative to its mean diagonal."""
-_RANKS = (24, 48, 96, 192, 288)
-"""Ranks tried where none is told."""
-_SORTED, _LOOSE = 0.1, 0.5
-"""The stage after which directions are sorted out, and the share of a direction's energy that its error has when it is
-the noise's. Some too many are kept rather than one too few: true ones stay below 0.3 (95 tokens), and of 15 to 25 that
-were too many 5 to 10 stay. Later stages take what they fit for signal."""
+_TINY = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""Ridge of a normal matrix with a diagonal of ones."""
+_EDGE = 1.05
+"""A direction is missing where what is left has a singular value so many times the largest of drawn noise."""
+_FEW, _FACTOR, _PART = 8, 3, 4
+"""With fewer than an eighth of the directions missing the fit is settled before more are added; at most a third as
+many as there are, and a quarter of the values that stand out, since weights spread one direction over several."""
+_FIRST = 12
+"""Directions to start from where the batch size is not known."""
 _SAMPLES = 2
 """Draws of the noise for the errors of the directions: each brings d numbers a direction."""
+_NO_ERROR = 1e-12
+"""Where all rows are held fixed no direction has an error."""
+_MOST_SCALED = 30.0
+"""Coordinates are scaled by at most this."""
+_LINE_TURNS, _LINE_TRIES, _LINE_ENOUGH = 20, 4, 1e-3
+"""Lines are solved anew until they gain less than this share, each step cut to a third where it gains nothing."""
+_LINE_RIDGE = 1e-13
+_LINES = 4_000_000
+"""Numbers of weighted rows held together while lines are solved: bounds memory."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +64,19 @@ class LowRank:
     """A gradient G = left @ rows of the rank that its entries carry.
 
     Args:
-        left: [n, r].
-        rows: [r, d].
-        basis: [d, r] orthonormal, of the row space; each column is a direction whose errors go their own way.
+        left: [n, r], in medians of the gradient's size.
+        rows: [r, d]; known ones first.
+        basis: [d, r] orthonormal, of the row space at `scale`; the errors of its columns are uncorrelated.
         lost: [r] by direction, energy of its error outside the space.
-        chi2: of the entries that are known, per degree of freedom.
+        scale: [d] by which coordinates are multiplied so that all are known alike: those with outliers, whose entries
+            are saturated, are known worst.
     """
 
     left: Tensor
     rows: Tensor
     basis: Tensor
     lost: Tensor
-    chi2: float
+    scale: Tensor
 
     @property
     def rank(self) -> int:
@@ -79,10 +100,23 @@ def normal_matrices(rows: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-def _eased(matrices: Tensor, damping: float = 0.0) -> Tensor:
-    """Return normal matrices with their diagonals raised, so that each has a root."""
-    diagonal = matrices.diagonal(dim1=1, dim2=2)
-    return matrices + torch.diag_embed(damping * diagonal + _TINY * diagonal.mean(1, keepdim=True))
+def inverses(matrices: Tensor, ridge: float) -> Tensor:
+    """Return the inverses of normal matrices, each scaled to a diagonal of ones, to which the ridge is added."""
+    scale = matrices.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt()
+    both = scale[:, :, None] * scale[:, None, :]
+    scaled = matrices * both
+    scaled.diagonal(dim1=1, dim2=2).add_(ridge)
+    inverse: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(scaled)) * both
+    return inverse
+
+
+def against(matrices: Tensor, pull: Tensor, ridge: float) -> Tensor:
+    """Return what normal matrices [n, r, r] turn into a pull [n, r]; see `inverses`."""
+    scale = matrices.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt()
+    scaled = matrices * scale[:, :, None] * scale[:, None, :]
+    scaled.diagonal(dim1=1, dim2=2).add_(ridge)
+    found = torch.cholesky_solve((pull * scale)[..., None], torch.linalg.cholesky(scaled))
+    return found[..., 0] * scale
 
 
 def solved(rows: Tensor, weights: Tensor, pull: Tensor) -> Tensor:
@@ -131,23 +165,23 @@ def _step(
         settled: relative residual at which conjugate gradients end, and their steps at most.
         fixed: so many first rows are known and stay.
     """
-    of_left = normal_matrices(rows, weights)
     free = left[:, fixed:]
+    of_left = normal_matrices(rows, weights)
     of_rows = normal_matrices(free.T.contiguous(), weights.T.contiguous())
-    at_left, at_rows = of_left.diagonal(dim1=1, dim2=2), of_rows.diagonal(dim1=1, dim2=2)
-    chol_left, chol_rows = (torch.linalg.cholesky(_eased(m, damping)) for m in (of_left, of_rows))
-    damp_left, damp_rows = damping * at_left, damping * at_rows.T
+    damp_left = damping * of_left.diagonal(dim1=1, dim2=2)
+    damp_rows = damping * of_rows.diagonal(dim1=1, dim2=2).T
+    ridge = damping + _TINY[weights.dtype]
+    inverse_left, inverse_rows = inverses(of_left, ridge), inverses(of_rows, ridge)
 
     def eased(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        one = torch.cholesky_solve(a[..., None], chol_left)[..., 0]
-        return one, torch.cholesky_solve(b.T[..., None].contiguous(), chol_rows)[..., 0].T
+        return (inverse_left @ a[..., None])[..., 0], (inverse_rows @ b.T[..., None])[..., 0].T
 
     residual = (pull @ rows.T, free.T @ pull)
     found = (torch.zeros_like(left), torch.zeros_like(residual[1]))
     eases = eased(*residual)
     along = eases
     size = first = float((residual[0] * eases[0]).sum() + (residual[1] * eases[1]).sum())
-    for _ in range(settled[1]):
+    for _ in range(settled[1] if first > 0 else 0):
         spread = weights * (along[0] @ rows + free @ along[1])
         back = (spread @ rows.T + damp_left * along[0], free.T @ spread + damp_rows * along[1])
         far = size / float((along[0] * back[0]).sum() + (along[1] * back[1]).sum())
@@ -162,6 +196,14 @@ def _step(
     return found[0], torch.nn.functional.pad(found[1], (0, 0, fixed, 0))
 
 
+def _evened(rest: Tensor) -> Tensor:
+    """Return a matrix with loud lines and columns turned down: a column of outliers is no direction of the batch."""
+    for dim in (0, 1):
+        size = rest.square().mean(dim, keepdim=True).sqrt()
+        rest = rest / (size / size.median()).clamp_min(1.0)
+    return rest
+
+
 class Fitting:
     """A weighted low-rank fit in the making.
 
@@ -174,117 +216,185 @@ class Fitting:
         self.seen, self._rng = seen, rng
         gradient, self.known = seen.step.behind(seen.sent, seen.spread)
         self.scale = float(gradient[self.known].abs().median())
-        self.own = seen.own(gradient) / self.scale
+        self._own = seen.own(gradient) / self.scale
         self.target = gradient / self.scale
 
-    def weights(self, gradient: Tensor, floor: float) -> Tensor:
-        """Return one over the variance of each entry of the target, 0 where it is not known, [n, d].
+    def deviation(self, fit: Tensor, part: Part = EVERYTHING) -> Tensor:
+        """Return the standard deviation of each entry of the target beside a fit, [n, d], both in medians.
+
+        The error is y's, and the line through fit and target brings it to the gradient: squares of what is left are
+        then those of y itself, however far the fit is.
 
         Args:
-            gradient: [n, d] the fit, in medians. An entry's error is that at the larger of fit and target: a fit that
-                happens to be near zero is not known as finely as a gradient that is.
-            floor: added to the error.
+            fit: [n, d].
+            part: lines and columns that the fit is of.
         """
-        size = torch.maximum(gradient.abs(), self.target.abs()) * self.scale
-        error = self.seen.spread / self.seen.step.slope(size) / self.scale
-        return self.known / (error.square() + floor**2 + self.own.square())
+        slope = self.seen.step.secant(self.target[part] * self.scale, fit * self.scale)
+        return (self.seen.spread[part] / (slope * self.scale)).hypot(self._own[part])
 
-    def chi2(self, left: Tensor, rows: Tensor, weights: Tensor) -> float:
-        """Return the weighted squares per degree of freedom."""
-        n, d = self.target.shape
-        free = int(self.known.sum()) - len(rows) * (n + d - len(rows))
-        return float((weights * (self.target - left @ rows).square()).sum()) / max(free, 1)
+    def weights(self, fit: Tensor, floor: float, part: Part = EVERYTHING) -> Tensor:
+        """Return one over the variance of each entry of the target, [n, d].
 
-    def start(self, known: Tensor, more: int) -> tuple[Tensor, Tensor]:
-        """Return factors to start from: known rows, and the leading directions of what they leave, weighted evenly."""
-        weights = self.weights(self.target, _FLOORS[0])
+        A saturated entry is a bound: it weighs nothing where the fit lies beyond.
+
+        Args:
+            fit: [n, d] in medians.
+            floor: added to the error.
+            part: lines and columns that the fit is of.
+        """
+        target = self.target[part]
+        weights = 1 / (self.deviation(fit, part).square() + floor**2)
+        beyond = ~self.known[part] & (fit * target.sign() >= target.abs())
+        return torch.where(beyond, torch.zeros_like(weights), weights)
+
+    def signals(self, rows: Tensor, floor: float, left: Tensor | None = None) -> Tensor:
+        """Return [n, r], what comes back to rows that are held fixed, in medians: the best fit line by line.
+
+        Args:
+            rows: [r, d].
+            floor: added to each entry's error.
+            left: to start from; None for a fit that takes bounds for values.
+        """
+        if left is None:
+            weights = 1 / (self.deviation(self.target).square() + floor**2 + (~self.known * self.target).square())
+            left = solved(rows, weights, weights * self.target)
+        left = left.clone()
+        open_ = torch.arange(len(left), device=left.device)
+        fit = left @ rows
+        weights = self.weights(fit, floor)
+        cost = (weights * (self.target - fit).square()).sum(1)
+        for _ in range(_LINE_TURNS):
+            # bounds come into force and go while a line settles: each is taken only so far as it gains
+            pull = (weights * (self.target[open_] - left[open_] @ rows)) @ rows.T
+            move, far = against(normal_matrices(rows, weights), pull, _LINE_RIDGE), torch.ones_like(cost)
+            for _ in range(_LINE_TRIES):
+                new = left[open_] + far[:, None] * move
+                now_fit = new @ rows
+                now_weights = self.weights(now_fit, floor, (open_, EVERY))
+                now = (now_weights * (self.target[open_] - now_fit).square()).sum(1)
+                worse = now > cost
+                if not bool(worse.any()):
+                    break
+                far = torch.where(worse, far / 3, far)
+            better = now < cost
+            left[open_[better]] = new[better]
+            gained = better & (now < (1 - _LINE_ENOUGH) * cost - _LINE_ENOUGH)
+            open_, weights, cost = open_[gained], now_weights[gained], now[gained]
+            if len(open_) == 0:
+                break
+        return left
+
+    def noise(self, fit: Tensor, weights: Tensor) -> Tensor:
+        """Return a draw of what is left of the entries around a fit, weighted: [n, d]."""
+        drawn = torch.randn(weights.shape, generator=self._rng).to(weights)
+        return weights.sqrt() * self.deviation(fit) * drawn
+
+    def missing(self, left: Tensor, rows: Tensor, floor: float) -> int:
+        """Return how many singular values of what a fit leaves, weighted, stand out of noise."""
+        fit = left @ rows
+        weights = self.weights(fit, floor)
+        rest, noise = (_evened(t) for t in (weights.sqrt() * (self.target - fit), self.noise(fit, weights)))
+        return int((torch.linalg.svdvals(rest) > _EDGE * torch.linalg.matrix_norm(noise, 2)).sum())
+
+    def _start(self, known: Tensor, more: int) -> tuple[Tensor, Tensor]:
+        """Return known rows and the leading directions of what they leave, with their signals."""
+        weights = self.weights(self.target, FLOORS[0])
         left = solved(known, weights, weights * self.target) if len(known) else self.target[:, :0]
-        rest = (self.target - left @ known) * weights / weights.max()
-        rows = torch.cat([known, torch.linalg.svd(rest, full_matrices=False).Vh[:more]])
-        return solved(rows, weights, weights * self.target), rows
+        return self._grown(left, known, more, FLOORS[0], weights)
 
-    def stage(self, left: Tensor, rows: Tensor, floor: float, fixed: int = 0) -> tuple[Tensor, Tensor, float]:
-        """Return the factors after one stage, and chi^2."""
-        settled, damping = (_SETTLED, 1e-3) if floor > 1e-3 else (_SETTLED_LAST, 1e-5)
-        for _ in range(_TURNS):
+    def _grown(
+        self, left: Tensor, rows: Tensor, more: int, floor: float, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the factors with the leading directions of what they leave added, each with its own signals."""
+        weights = self.weights(left @ rows, floor) if weights is None else weights
+        rest = self.target - left @ rows
+        fresh = torch.linalg.svd(rest * weights / weights.max(), full_matrices=False).Vh[:more]
+        signals = (weights * rest) @ fresh.T / (weights @ fresh.square().T).clamp_min(1e-300)
+        return torch.cat([left, signals], 1), torch.cat([rows, fresh])
+
+    def stage(
+        self,
+        left: Tensor,
+        rows: Tensor,
+        floor: float,
+        fixed: int = 0,
+        turns: int = _TURNS,
+        settled: tuple[float, int] = _SETTLED,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the factors after Gauss-Newton steps at one floor; `fixed` first rows stay as they are."""
+        damping = 1e-3
+        for _ in range(turns):
             if not fixed:
                 left, rows = _balanced(left, rows)
-            weights = self.weights(left @ rows, floor)
             residual = self.target - left @ rows
-            before = float((weights * residual.square()).sum())
-            after = before
+            weights = self.weights(left @ rows, floor)
+            before = after = float((weights * residual.square()).sum())
+            single, pull = weights.float(), (weights * residual).float()
             for _ in range(_TRIES):
-                move = _step(weights, weights * residual, left, rows, damping, settled, fixed)
-                after = float((weights * (self.target - (left + move[0]) @ (rows + move[1])).square()).sum())
+                move = _step(single, pull, left.float(), rows.float(), damping, settled, fixed)
+                new = (left + move[0].double(), rows + move[1].double())
+                fit = new[0] @ new[1]
+                after = float((self.weights(fit, floor) * (self.target - fit).square()).sum())
                 if after < before:
                     break
                 damping = 10 * damping
             if not after < before:
                 break
-            left, rows, damping = left + move[0], rows + move[1], max(damping / 10, 1e-8)
+            (left, rows), damping = new, max(damping / 10, 1e-6)
             if after > (1 - _ENOUGH) * before:
                 break
-        return left, rows, self.chi2(left, rows, weights)
+        return left, rows
 
-    def finished(
-        self,
-        left: Tensor,
-        rows: Tensor,
-        fixed: int = 0,
-        floor: float = _FLOORS[-1],
-        settled: tuple[float, int] = _SETTLED_LAST,
-    ) -> LowRank:
+    def fit(self, most: int, known: Tensor | None = None, first: int = _FIRST) -> LowRank | None:
+        """Return the fit, of as many directions as the entries show; None where they show more than `most`.
+
+        Args:
+            most: largest rank tried.
+            known: [f, d] rows of the batch that are known exactly: the others are found the more sharply.
+            first: directions to start from, beside the known rows.
+        """
+        given = self.target[:0] if known is None else known
+        fixed = len(given)
+        left, rows = self._start(given, min(first, most - fixed))
+        for place, floor in enumerate(FLOORS):
+            told(f"low rank: {len(rows)} directions, stage {place + 1} of {len(FLOORS)}", place, len(FLOORS))
+            if floor < _GROWING:
+                left, rows = self.stage(left, rows, floor, fixed)
+                continue
+            left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
+            settled = False
+            while missing := self.missing(left, rows, floor):
+                if missing <= max(2, len(rows) // _FEW) and not settled:
+                    left, rows = self.stage(left, rows, floor, fixed, _TURNS_GROWING, _ROUGH)
+                    settled = True
+                    continue
+                if len(rows) >= most:
+                    return None
+                more = max(1, min(missing, len(rows) // _FACTOR, missing // _PART + 1))
+                left, rows = self._grown(left, rows, min(more, most - len(rows)), floor)
+                left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
+                settled = False
+        return self._finished(left, rows, fixed)
+
+    def _finished(self, left: Tensor, rows: Tensor, fixed: int) -> LowRank:
         """Return the fit with the errors of its directions.
 
         A sample of the errors is the fit's own answer to a sample of the noise: the same weighted least squares with
         drawn residuals. Direction by direction its energy outside the space is what puts a true row off it.
         """
+        floor = FLOORS[-1]
         if not fixed:
             left, rows = _balanced(left, rows)
         weights = self.weights(left @ rows, floor)
-        q, t = torch.linalg.qr(rows.T)
-        back = torch.linalg.inv(t)
-        energy = torch.zeros_like(t)
+        drawn = []
         for _ in range(_SAMPLES):
-            noise = torch.randn(weights.shape, generator=self._rng).to(weights)
-            _, moved = _step(weights, weights.sqrt() * noise, left, rows, 1e-8, settled, fixed)
-            turned = moved.T @ back
-            turned = turned - q @ (q.T @ turned)
-            energy += turned.T @ turned / _SAMPLES
-        lost, turn = torch.linalg.eigh(energy)
-        chi2 = self.chi2(left, rows, weights)
-        return LowRank(left * self.scale, rows, (q @ turn).contiguous(), lost.clamp_min(0), chi2)
-
-    def fit(self, rank: int | None, most: int, known: Tensor | None = None) -> LowRank | None:
-        """Return the fit, of the rank that is told or that the entries show; None where they show none up to `most`.
-
-        Args:
-            rank: tokens of the batch; None where not known.
-            most: largest rank tried.
-            known: [f, d] rows of the batch that are known exactly: the others are found the more sharply.
-        """
-        given = self.target[:0] if known is None else known
-        fixed = len(given)
-        more = [r for r in _RANKS if r < most - fixed][: 1 if fixed else None]
-        for extra in [rank - fixed] if rank is not None else [*more, most - fixed]:
-            left, rows = self.start(given, extra)
-            for place, floor in enumerate(_FLOORS):
-                told(f"low rank: {len(rows)} directions, stage {place + 1} of {len(_FLOORS)}", place, len(_FLOORS))
-                left, rows, _ = self.stage(left, rows, floor, fixed)
-                if rank is None and floor == _SORTED:
-                    left, rows = self._sorted(left, rows, fixed)
-                    if len(rows) == extra + fixed and not fixed:
-                        break  # all of them stand out: there may be more
-            else:
-                return self.finished(left, rows, fixed)
-        return None
-
-    def _sorted(self, left: Tensor, rows: Tensor, fixed: int) -> tuple[Tensor, Tensor]:
-        """Return the factors without the directions that are the noise's."""
-        found = self.finished(left, rows, fixed, floor=_SORTED, settled=_SETTLED)
-        kept = found.basis[:, found.lost < _LOOSE]
-        if fixed:  # the known rows stay as they are, and the others are what is left of the space
-            beside = torch.linalg.svd(rows[:fixed] @ kept, full_matrices=True).Vh[fixed:]
-            kept = torch.cat([rows[:fixed].T, kept @ beside.T], 1)
-        whole = left @ rows
-        return whole @ torch.linalg.pinv(kept.T), kept.T.contiguous()
+            pull = weights.sqrt() * self.noise(left @ rows, weights)
+            drawn.append(_step(weights, pull, left, rows, 1e-8, _SETTLED, fixed)[1])
+        moved = torch.stack(drawn)
+        error = moved.square().sum(1).mean(0).sqrt()
+        scale = ((error.median() + _NO_ERROR) / (error + _NO_ERROR)).clamp(1 / _MOST_SCALED, _MOST_SCALED)
+        q, t = torch.linalg.qr((rows * scale).T)
+        turned = (moved * scale).mT @ torch.linalg.inv(t)
+        turned = turned - q @ (q.T @ turned)
+        lost, turn = torch.linalg.eigh((turned.mT @ turned).mean(0))
+        return LowRank(left, rows, (q @ turn).contiguous(), lost.clamp_min(0), scale)

@@ -20,6 +20,9 @@ class Step(Protocol):
     def slope(self, gradient: Tensor) -> Tensor:
         """Return dy/dg at each entry."""
 
+    def secant(self, one: Tensor, other: Tensor) -> Tensor:
+        """Return (f(one) - f(other)) / (one - other), the slope where they are equal."""
+
     def behind(self, sent: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient behind each entry, and a bool tensor: False where only its sign and a bound are known.
 
@@ -40,6 +43,10 @@ class PlainStep:
     def slope(self, gradient: Tensor) -> Tensor:
         """Return dy/dg, 1 everywhere."""
         return torch.ones_like(gradient)
+
+    def secant(self, one: Tensor, other: Tensor) -> Tensor:
+        """Return 1 everywhere."""
+        return torch.ones_like(one)
 
     def behind(self, sent: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         """Return y itself, known everywhere."""
@@ -66,6 +73,13 @@ class AdamStep:
     def slope(self, gradient: Tensor) -> Tensor:
         """Return dy/dg, from 1/eps at 0 down to eps/g^2."""
         return self.eps / (gradient.abs() + self.eps).square()
+
+    def secant(self, one: Tensor, other: Tensor) -> Tensor:
+        """Return the slope of the line through two points of the map."""
+        a, b = one.abs(), other.abs()
+        # of one sign f(a) - f(b) = eps (a - b) / ((a + eps) (b + eps)); across zero 2 a b / (a + b) joins eps
+        across = torch.where(one * other < 0, 2 * a * b / (a + b).clamp_min(1e-300), torch.zeros_like(a))
+        return (self.eps + across) / ((a + self.eps) * (b + self.eps))
 
     def behind(self, sent: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         """Return eps y / (1 - |y|), known where y is two standard deviations from 1."""
