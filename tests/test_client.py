@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 
 from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of
 from gradaudit.defenses.base import UpdateDefense
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining
@@ -90,6 +91,79 @@ def test_adamw_is_torchs_on_the_module_itself(load, family, decay):
     for name, p in module.named_parameters():
         change = (p - model.parameters()[name]).detach()
         torch.testing.assert_close(found.tensors[name], change, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: n + m)
+
+
+HOW = {
+    "momentum": LocalTraining("sgd", 0.05, 3, momentum=0.9, weight_decay=0.1),
+    "adam": LocalTraining("adam", 1e-3, 3, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+    "adamw": LocalTraining("adamw", 1e-3, 4, eps=1e-6, clip_norm=0.1, schedule="linear"),
+    "clipped": LocalTraining("sgd", 0.5, 2, clip_norm=0.1, schedule="linear"),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_each_field_is_what_a_loop_of_torch_and_transformers_does(load, how):
+    """The oracle is a stock loop: torch's optimizer, its clipping, and the Trainer's linear schedule."""
+    told = HOW[how]
+    model = doubled(load("bert"))
+    batch = batch_of(model, sentences((4, 6), 1))
+    module = copy.deepcopy(model.module)
+    shared = {"lr": told.learning_rate, "weight_decay": told.weight_decay}
+    if told.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(module.parameters(), momentum=told.momentum, **shared)
+    else:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[told.optimizer]
+        optimizer = kind(module.parameters(), betas=told.betas, eps=told.eps, **shared)
+    linear = transformers.get_linear_schedule_with_warmup(optimizer, 0, told.epochs)
+    for _ in range(told.epochs):
+        optimizer.zero_grad()
+        own_loss(model, module, batch).backward()
+        if told.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), told.clip_norm)
+        optimizer.step()
+        if told.schedule == "linear":
+            linear.step()
+    found = update_of(Client(model, told), batch)
+    for name, p in module.named_parameters():
+        change = (p - model.parameters()[name]).detach()
+        torch.testing.assert_close(found.tensors[name], change, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: n + m)
+
+
+def test_accumulated_minibatches_make_the_step_of_their_mean(load):
+    model = doubled(load("bert"))
+    batch = batch_of(model, sentences((4, 4, 4, 4), 1))
+    whole = LocalTraining("sgd", 0.1, 2)
+    parts = LocalTraining("sgd", 0.1, 2, minibatch=1, accumulate=4)
+    assert (parts.steps(4), parts.rates(4)) == (2, (0.1, 0.1))
+    one, other = (update_of(Client(model, how), batch).tensors for how in (whole, parts))
+    for name, change in one.items():
+        torch.testing.assert_close(other[name], change, rtol=1e-6, atol=1e-10)
+    masked = [update_of(Client(model, how, dropout=True), batch).tensors for how in (parts, parts)]
+    assert torch.equal(masked[0]["classifier.weight"], masked[1]["classifier.weight"])
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_low_precision_is_autocast_on_the_module_itself(load, precision, kind):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 6), 1))
+    module = copy.deepcopy(model.module)
+    with torch.autocast("cpu", kind):
+        loss = own_loss(model, module, batch)
+    scale = 1024 if kind == torch.float16 else 1
+    (loss * scale).backward()
+    found = update_of(Client(model, LocalTraining(precision=precision)), batch).tensors
+    plain = update_of(Client(model), batch).tensors
+    for name in ("bert.encoder.layer.0.attention.self.query.weight", "classifier.weight"):
+        own = module.get_parameter(name).grad / scale
+        torch.testing.assert_close(found[name], own, rtol=1e-3, atol=1e-6)
+        assert kind == torch.float16 or torch.equal(found[name], found[name].to(kind).float())
+        assert not torch.equal(found[name], plain[name])
+
+
+def test_low_precision_and_examples_gradients_are_refused(load):
+    guard = build("defense", "dp-sgd", {"clip": 1.0, "noise_multiplier": 1.0})
+    with pytest.raises(NotSupportedError, match="precision"):
+        Client(load("bert"), LocalTraining(precision="bf16"), defenses=(guard,))
 
 
 def test_minibatches_are_each_sentence_once_an_epoch(load):

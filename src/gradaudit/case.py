@@ -6,6 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -18,7 +19,7 @@ from gradaudit.metrics.text import PUBLISHED
 from gradaudit.models.spec import Lora, Loss, Task
 from gradaudit.registry import build, describe, identity
 from gradaudit.selection import Selection
-from gradaudit.types import Given, LocalTraining
+from gradaudit.types import Given, LocalTraining, Precision
 
 
 class _Table(BaseModel):
@@ -39,11 +40,22 @@ class ClientTable(_Table):
     clients: Later[int] = Field(
         default=1, ge=1, description="share each batch in equal parts; the server sees the mean of their updates alone"
     )
-    optimizer: Literal["none", "sgd", "adamw"] = Field(default="none", description='"none" sends one gradient')
+    optimizer: Literal["none", "sgd", "adam", "adamw"] = Field(
+        default="none", description='"none" sends one gradient; the others the change of the weights'
+    )
     learning_rate: float = Field(default=1e-4, gt=0, description="of the local optimizer")
     epochs: int = Field(default=1, ge=1, description="passes over the batch")
     minibatch: int | None = Field(default=None, ge=1, description="sentences a local step; all when not set")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's")
+    weight_decay: float = Field(default=0.0, ge=0, description="as the optimizer has it in torch")
+    momentum: Later[float] = Field(default=0.0, ge=0, lt=1, description="SGD's")
+    betas: Later[tuple[float, float]] = Field(default=(0.9, 0.999), description="Adam's and AdamW's")
+    eps: Later[float] = Field(default=1e-8, gt=0, description="Adam's and AdamW's")
+    clip_norm: Later[float | None] = Field(default=None, gt=0, description="largest norm of a step's gradient")
+    schedule: Later[Literal["constant", "linear"]] = Field(
+        default="constant", description='"linear" lowers the rate to 0 behind the last step, as transformers does'
+    )
+    accumulate: Later[int] = Field(default=1, ge=1, description="minibatches whose mean gradient makes one step")
+    precision: Later[Precision] = Field(default="fp32", description="autocast in bf16 or fp16, weights in float32")
 
     @model_validator(mode="after")
     def _rate_of_something(self) -> Self:
@@ -51,9 +63,24 @@ class ClientTable(_Table):
             raise ValueError("dropout_rate needs dropout = true")
         return self
 
+    @model_validator(mode="after")
+    def _fields_of_its_optimizer(self) -> Self:
+        own: dict[str, tuple[str, ...]] = {
+            "momentum": ("sgd",),
+            "betas": ("adam", "adamw"),
+            "eps": ("adam", "adamw"),
+            **dict.fromkeys(("clip_norm", "schedule", "accumulate"), ("sgd", "adam", "adamw")),
+        }
+        for name, optimizers in own.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.optimizer not in optimizers:
+                raise ValueError(f"{name} needs optimizer = {' or '.join(map(repr, optimizers))}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError("betas must be at least 0 and below 1")
+        return self
+
     def training(self) -> LocalTraining:
         """Return the table as the client takes it."""
-        return LocalTraining(self.optimizer, self.learning_rate, self.epochs, self.minibatch, self.weight_decay)
+        return LocalTraining(**{f.name: getattr(self, f.name) for f in fields(LocalTraining)})
 
 
 class LoraTable(_Table):
@@ -76,7 +103,7 @@ class KnowledgeTable(_Table):
     lengths: bool = Field(default=False, description="tokens of each sentence")
     longest: Later[bool] = Field(default=False, description="tokens of the longest sentence")
     labels: bool = Field(default=False, description="class labels")
-    training: bool = Field(default=True, description="optimizer, learning rate, epochs, minibatch")
+    training: bool = Field(default=True, description="optimizer, learning rate, epochs, minibatch and its other fields")
     dropout: bool = Field(default=True, description="the dropout rate")
     defenses: bool = Field(default=True, description="which defenses act")
 

@@ -7,7 +7,7 @@ hold one. An attack gets an `Observation` and returns a `Reconstruction`; neithe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self
 
 from torch import Tensor
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from gradaudit.models.views import View
 
 UpdateKind = Literal["gradient", "delta"]
+Precision = Literal["fp32", "bf16", "fp16"]
+_LATER = {"later": True}
+"""Marks fields that were added after cases were run; see `LocalTraining.described`."""
 M_co = TypeVar("M_co", bound="Model", covariant=True, default="TextModel")
 """Kind of the model that an observation is of: of text where nothing else is said."""
 
@@ -150,23 +153,60 @@ class LocalTraining:
     """How the client turns a batch into an update.
 
     Args:
-        optimizer: "none" sends one gradient (FedSGD); "sgd" and "adamw" train locally and send the weight change.
+        optimizer: "none" sends one gradient (FedSGD); "sgd", "adam" and "adamw" train locally from a fresh state and
+            send the weight change.
         learning_rate: step size of the local optimizer.
         epochs: passes over the client's batch.
-        minibatch: sentences a local step; None takes the whole batch.
-        weight_decay: AdamW's decoupled decay; 0 by default so that the change is the gradients' alone.
+        minibatch: sentences a pass through the model; None takes the whole batch.
+        weight_decay: as torch's optimizers have it: decoupled for AdamW, added to the gradient for the others; 0 by
+            default so that the change is the gradients' alone.
+        momentum: of SGD, without dampening.
+        betas: Adam's and AdamW's.
+        eps: Adam's and AdamW's.
+        clip_norm: largest norm of a step's whole gradient; None does not clip. The transformers Trainer takes 1.0.
+        schedule: "linear" lowers the learning rate from step to step, to 0 behind the last (the Trainer's default).
+        accumulate: minibatches whose mean gradient makes one step.
+        precision: "bf16" and "fp16" run the model under torch.autocast, weights and optimizer in float32.
     """
 
-    optimizer: Literal["none", "sgd", "adamw"] = "none"
+    optimizer: Literal["none", "sgd", "adam", "adamw"] = "none"
     learning_rate: float = 1e-4
     epochs: int = 1
     minibatch: int | None = None
     weight_decay: float = 0.0
+    momentum: float = field(default=0.0, metadata=_LATER)
+    betas: tuple[float, float] = field(default=(0.9, 0.999), metadata=_LATER)
+    eps: float = field(default=1e-8, metadata=_LATER)
+    clip_norm: float | None = field(default=None, metadata=_LATER)
+    schedule: Literal["constant", "linear"] = field(default="constant", metadata=_LATER)
+    accumulate: int = field(default=1, metadata=_LATER)
+    precision: Precision = field(default="fp32", metadata=_LATER)
 
     def steps(self, batch_size: int) -> int:
         """Return how many optimizer steps a batch of this size takes."""
         per_epoch = -(-batch_size // (self.minibatch or batch_size))
-        return self.epochs * per_epoch if self.optimizer != "none" else 1
+        return -(-self.epochs * per_epoch // self.accumulate) if self.optimizer != "none" else 1
+
+    def rates(self, batch_size: int) -> tuple[float, ...]:
+        """Return the learning rate of each step."""
+        steps = self.steps(batch_size)
+        falling = self.schedule == "linear"
+        return tuple(self.learning_rate * ((steps - at) / steps if falling else 1.0) for at in range(steps))
+
+    @property
+    def descends(self) -> bool:
+        """Whether every step is plain SGD's: the same rate times one minibatch's gradient."""
+        return self.optimizer == "sgd" and self == LocalTraining("sgd", self.learning_rate, self.epochs, self.minibatch)
+
+    @property
+    def one_gradient(self) -> bool:
+        """Whether one gradient in full precision is sent."""
+        return self.optimizer == "none" and self.precision == "fp32"
+
+    def described(self) -> dict[str, Any]:
+        """Return the fields in plain types; those that were added later only where they are set."""
+        own = asdict(self)
+        return {f.name: own[f.name] for f in fields(self) if not f.metadata or own[f.name] != f.default}
 
 
 @dataclass(frozen=True)
@@ -216,7 +256,8 @@ class Knowledge:
 
     def given(self) -> dict[str, Any]:
         """Return what is known, by name, in plain types."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        known = asdict(self) | {"training": None if self.training is None else self.training.described()}
+        return {name: value for name, value in known.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def target_of(client: Client, selection: Selection, batch_size: int) -> Target:
         tensors=dict(simulation.shapes),
         batch_size=batch_size,
         defenses=tuple(json.loads(json.dumps(describe(d))) for d in client.defenses),
-        training=asdict(client.made({}).training),  # as an attacker is told of it
+        training=client.made({}).training.described(),  # as an attacker is told of it
         dropout=dropout,
         loss=model.spec.loss,
         replayed={

@@ -309,7 +309,8 @@ def _problem(known: Knowledge) -> str:
         "lengths": known.lengths or (),
     }
     if how is not None:
-        counts |= {"training.epochs": (how.epochs,), "training.minibatch": (how.minibatch,)}
+        names = ("epochs", "minibatch", "accumulate")
+        counts |= {f"training.{name}": (getattr(how, name),) for name in names}
     for name, values in counts.items():
         if any(value is not None and value < 1 for value in values):
             return f"{name} must be at least 1"
@@ -324,6 +325,10 @@ def _problem(known: Knowledge) -> str:
         return "dropout must be at least 0 and below 1"
     if how is not None and not 0 < how.learning_rate < float("inf"):
         return "training.learning_rate must be above 0"
+    if how is not None and not 0 < how.eps < float("inf"):
+        return "training.eps must be above 0"
+    if how is not None and not all(0 <= share < 1 for share in (how.momentum, *how.betas)):
+        return "training.momentum and training.betas must be at least 0 and below 1"
     return ""
 
 

@@ -1,6 +1,6 @@
 """The client's side: a private batch goes in, an update comes out, and only an `Observation` passes the wall."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -15,15 +15,18 @@ from gradaudit.client.example_gradients import Mode
 from gradaudit.client.examples import Apart, Examples, examples_of
 from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, ModelDefense, RoleDefense, UpdateDefense
 from gradaudit.defenses.feedback import ErrorFeedback
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import Model, TextModel
-from gradaudit.models.local_steps import Parameters, by_optimizer, local_steps, optimizer_of
+from gradaudit.models.local_steps import Parameters, by_optimizer, in_groups, local_steps, optimizer_of
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
 from gradaudit.streams import draw_seed, global_stream, stream
 from gradaudit.types import Batch, LocalTraining, Private, Update
 
 M = TypeVar("M", bound=Model)
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SCALED = 65536.0
+"""By which the loss is multiplied in fp16, and gradients divided: where torch's GradScaler starts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Client:
         BadInputError: padding on the left of an encoder, whose head reads the first row; a defense of examples'
             gradients behind another defense; no client; error feedback without a defense behind it that it could
             feed, or twice.
-        NotSupportedError: a defense of words or of attention on a model of images.
+        NotSupportedError: a defense of words or of attention on a model of images; low precision with a defense of
+            examples' gradients.
     """
 
     model: Model
@@ -63,6 +67,8 @@ class Client:
 
     def __post_init__(self) -> None:
         check_client(self.model, self.defenses, self.padding, self.clients)
+        if self.training.precision != "fp32" and self._guard() is not None:
+            raise NotSupportedError('a defense of examples\' gradients takes them in float32: set precision = "fp32"')
 
     def frozen(self) -> tuple[str, ...]:
         """Return the names of the parameters that `freeze` and the defenses freeze.
@@ -223,11 +229,9 @@ class Client:
         if guard is not None:
             return self._guarded(guard, examples.apart_once(trained), everything, expected or float(size), seed, 0)
         with self._mode(seed, 0):
-            loss = examples.loss(everything, None)
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            found = self._slopes(lambda: examples.loss(everything, None), trained)
         return {
-            name: (torch.zeros_like(p) if g is None else g).detach()
-            for (name, p), g in zip(trained.items(), found, strict=True)
+            name: (torch.zeros_like(p) if (g := found[name]) is None else g).detach() for name, p in trained.items()
         }
 
     def _weight_change(
@@ -247,12 +251,17 @@ class Client:
                 divisor = expected if whole and expected else mean
                 return self._guarded(guard, apart, rows, divisor, seed, step)
             with self._mode(seed, step):
-                loss = examples.loss(rows, fixed | params)
-                found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-            return dict(zip(params, found, strict=True))
+                return self._slopes(lambda: examples.loss(rows, fixed | params), params)
 
-        step = by_optimizer(optimizer_of(how, local.values()))
-        local = local_steps(local, self._minibatches(size, seed), gradient, step)
+        def mean(params: Parameters, some: Sequence[Tensor], step: int) -> Mapping[str, Tensor | None]:
+            one, *more = (gradient(params, rows, step * how.accumulate + n) for n, rows in enumerate(some))
+            if not more:
+                return one
+            every = {name: [g for g in (own[name] for own in (one, *more)) if g is not None] for name in params}
+            return {name: sum(gs[1:], gs[0]) / how.accumulate if gs else None for name, gs in every.items()}
+
+        step = by_optimizer(optimizer_of(how, local.values()), how.rates(size), how.clip_norm)
+        local = local_steps(local, in_groups(self._minibatches(size, seed), how.accumulate), mean, step)
         return {n: (p - trained[n]).detach() for n, p in local.items()}
 
     def _guard(self) -> ExampleDefense | None:
@@ -285,6 +294,23 @@ class Client:
                     yield (torch.rand(size, generator=order) < most / size).nonzero().flatten()
             else:
                 yield from torch.split(torch.randperm(size, generator=order), most)
+
+    def _slopes(self, loss: Callable[[], Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Return the loss's gradient by parameter name, in the client's precision; None where one has no part in it."""
+        kind = _AUTOCAST.get(self.training.precision)
+        with nullcontext() if kind is None else torch.autocast(self.model.device.type, kind):
+            value = loss()
+        wanted = list(params.values())
+        if kind != torch.float16:
+            return dict(zip(params, torch.autograd.grad(value, wanted, allow_unused=True), strict=True))
+        scale = (
+            _SCALED  # as torch's GradScaler: small slopes are zero in fp16, and it halves the scale until none is inf
+        )
+        while True:
+            found = torch.autograd.grad(value * scale, wanted, retain_graph=True, allow_unused=True)
+            if scale <= 1 or all(g is None or bool(g.isfinite().all()) for g in found):
+                return {name: g if g is None else g / scale for name, g in zip(params, found, strict=True)}
+            scale /= 2
 
     def _mode(self, seed: int, step: int) -> AbstractContextManager[None]:
         if not self._dropping():

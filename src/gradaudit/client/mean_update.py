@@ -38,7 +38,7 @@ def mean_update(client: Client, batch: Private, clients: int, rng: torch.Generat
     defenses = [d for d in client.defenses if isinstance(d, UpdateDefense)]
     trained = tuple(d for d in client.defenses if isinstance(d, ModelDefense))
     guards = [d for d in client.defenses if isinstance(d, ExampleDefense)]
-    plain = client.training.optimizer == "none" and len(batch) % several == 0 and several > 1
+    plain = client.training.one_gradient and len(batch) % several == 0 and several > 1
     if plain and len(guards) == 1 and not guards[0].sampled and len(trained) + 1 == len(client.defenses):
         # each clips its own examples and adds its own noise: as one client with all sentences and the noises' sum
         together = (*trained, guards[0].of_several(several))
@@ -127,7 +127,7 @@ def updates_by_parts(
     if len(batch) % clients:
         raise BadInputError(f"{len(batch)} examples are no equal parts for {clients} clients; change batch_size")
     size, seed = len(batch) // clients, draw_seed(rng)
-    plain = client.training.optimizer == "none" and all(isinstance(d, ModelDefense) for d in client.defenses)
+    plain = client.training.one_gradient and all(isinstance(d, ModelDefense) for d in client.defenses)
     if size >= _ALONE or not plain or batch.labels is None:
         for n, rows in enumerate(torch.arange(len(batch)).chunk(clients)):
             sent = client.update(batch.take(rows), stream(seed, "client", n)).tensors

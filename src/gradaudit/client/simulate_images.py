@@ -34,7 +34,7 @@ class ImageSimulation(ReplayedClient):
     def at_once(self) -> bool:
         """Whether many updates come out of one pass."""
         client = self.client
-        alone = client.training.optimizer != "none" or client.clients > 1
+        alone = not client.training.one_gradient or client.clients > 1
         return not alone and all(isinstance(d, UpdateDefense) for d in client.defenses)
 
     @property

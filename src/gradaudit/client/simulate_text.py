@@ -54,7 +54,7 @@ class ClientSimulation(ReplayedClient):
         """Whether many updates come out of one pass."""
         client = self.client
         guarded = any(isinstance(d, ExampleDefense) for d in client.defenses)
-        plain = client.training.optimizer == "none" and client.clients == 1 and client.padding == "right"
+        plain = client.training.one_gradient and client.clients == 1 and client.padding == "right"
         if guarded or not plain or client.dropout_in_force() > 0:
             return False
         return set(client.trained()) <= tapped_parameters(self.model)

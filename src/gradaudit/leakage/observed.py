@@ -16,16 +16,16 @@ STEP, CANDIDATE = 1.5, 0.25
 
 
 def sgd_steps(seen: Observation[Any]) -> int | None:
-    """Return how many local steps of SGD the client is known to take; None where that is not known."""
+    """Return how many local steps of plain SGD the client is known to take; None where that is not known."""
     how, size = seen.knowledge.training, seen.knowledge.batch_size
-    return None if how is None or how.optimizer != "sgd" or size is None else how.steps(size)
+    return None if how is None or not how.descends or size is None else how.steps(size)
 
 
 def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
     """Return the observed tensors as gradients: a known SGD weight change is divided by -(learning rate x steps).
 
     Raises:
-        NotSupportedError: a weight change of AdamW or of unknown training, whose scale is not a gradient's.
+        NotSupportedError: a weight change of another optimizer or of unknown training, whose scale is no gradient's.
     """
     if seen.kind == "gradient":
         return dict(seen.tensors)
@@ -34,8 +34,8 @@ def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
     how, steps = seen.knowledge.training, sgd_steps(seen)
     if how is None or steps is None:
         raise NotSupportedError(
-            "matching reads a weight change only when it knows the batch size and that the client used SGD; "
-            "this one is of AdamW or of unknown training"
+            "matching reads a weight change only when it knows the batch size and that the client used plain SGD; "
+            "this one is of AdamW, of SGD with momentum, clipping, decay or a schedule, or of unknown training"
         )
     return {name: value / -(how.learning_rate * steps) for name, value in seen.tensors.items()}
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,7 +87,7 @@ def refuse_misfit(target: Target, seen: Observation[Any]) -> None:
     told = {
         "batch_size": known.batch_size,
         "defenses": known.defenses,
-        "training": None if known.training is None else asdict(known.training),
+        "training": None if known.training is None else known.training.described(),
         "dropout": known.dropout,
     }
     for name, value in told.items():

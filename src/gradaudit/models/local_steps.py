@@ -1,6 +1,7 @@
 """Local training, one loop for all who train or follow a training: clients, adapters' warm-up, attacks that replay."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -38,12 +39,32 @@ def in_order(how: LocalTraining, size: int, device: torch.device | None = None) 
         yield from torch.split(torch.arange(size, device=device), how.minibatch or size)
 
 
-def by_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
-    """Return the step of an optimizer, which changes the parameters in place."""
+def in_groups(batches: Iterable[R], count: int) -> Iterator[tuple[R, ...]]:
+    """Yield so many batches together, the last ones fewer where they run out."""
+    every = iter(batches)
+    while some := tuple(islice(every, count)):
+        yield some
+
+
+def by_optimizer(
+    optimizer: torch.optim.Optimizer, rates: Sequence[float] | None = None, clip: float | None = None
+) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
+    """Return the step of an optimizer, which changes the parameters in place.
+
+    Args:
+        optimizer: of the parameters.
+        rates: learning rate of each step; None leaves the optimizer's own.
+        clip: largest norm of a step's gradient; None does not clip.
+    """
+    to_come = iter(rates or ())
 
     def step(local: Parameters, gradient: Mapping[str, Tensor | None]) -> Parameters:
         for name, p in local.items():
             p.grad = gradient[name]
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(local.values(), clip)
+        if rates is not None:
+            optimizer.param_groups[0]["lr"] = next(to_come)
         optimizer.step()
         return local
 
@@ -52,9 +73,11 @@ def by_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[Parameters, Mapp
 
 def optimizer_of(how: LocalTraining, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Return the optimizer of a client that trains locally."""
+    rate, decay = how.learning_rate, how.weight_decay
     if how.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=how.learning_rate)
-    return torch.optim.AdamW(parameters, lr=how.learning_rate, weight_decay=how.weight_decay)
+        return torch.optim.SGD(parameters, lr=rate, momentum=how.momentum, weight_decay=decay)
+    kind = torch.optim.Adam if how.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=rate, betas=how.betas, eps=how.eps, weight_decay=decay)
 
 
 def by_descent(rate: float) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:

@@ -55,7 +55,7 @@ class Replay(Objective):
     def __init__(self, seen: Observation, distance: Distance) -> None:
         super().__init__(seen, distance)
         how = seen.knowledge.training
-        if how is None or how.optimizer != "sgd":
+        if how is None or not how.descends:
             raise NotSupportedError("only known local steps of SGD can be replayed")
         self._training, self.passes = how, how.steps(self._size)
         every = self.model.parameters()
