@@ -123,6 +123,9 @@ def outcome(case: dict[str, Any], folder: Path, whole: bool) -> Any:
         for one in (data, *private):
             for name in ("case", "setting", "seconds", "originals"):
                 one.pop(name, None)
+            for name in ("words", "baseline_words"):  # of attacks that name words
+                if one.get(name) is None:
+                    one.pop(name, None)
         for one in private:  # what comes of pixels by rounding is in the scores
             one["recovered"] = [text and (text if "original_words" in one else "image") for text in one["recovered"]]
         return shortened({"record": data, "private": private})

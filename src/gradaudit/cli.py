@@ -462,6 +462,8 @@ def _summary_line(summary: Summary) -> dict[str, Any]:
         value = data["sensitive"]
         data["intervals"]["sensitive"] = [value["low"], value["high"]]
         data["sensitive"] = value["mean"]
+    for side in ("words", "baseline_words"):
+        data[side] = data[side] and {name: value["mean"] for name, value in data[side].items()}
     return data
 
 

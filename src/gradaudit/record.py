@@ -74,6 +74,25 @@ class SentenceMarks(_Plain):
     exact: bool
 
 
+class WordScores(_Plain):
+    """Words named as a set, 0 to 100: a leak that no score of sentences shows.
+
+    Args:
+        precision: share of the named words that are in the batch.
+        recall: share of the batch's distinct words that were named.
+        minibatch: share of the batch's distinct words whose local steps were told exactly; None where nobody told any.
+        alone, twice: the same among the words that one minibatch held, and two.
+        sensitive: share of names and numbers all of whose words were named; None when the texts have none.
+    """
+
+    precision: float
+    recall: float
+    minibatch: float | None = None
+    alone: float | None = None
+    twice: float | None = None
+    sensitive: float | None = None
+
+
 class ImageMarks(_Plain):
     """Scores of one original image, without its pixels.
 
@@ -114,6 +133,8 @@ class Record(_Plain):
         knowledge: what the attacker was given.
         sensitive: share (0 to 100) of names and numbers recovered; None when the texts have none.
         sensitive_baseline: the same for the blind guess.
+        words: what an attack that names words scores on them; None of one that names none.
+        baseline_words: the same of the blind guess's words.
         certificates: how many sentences are proven, likely, guess.
         spectrum: of the first seen attention block.
         share_of_parameters: share of the model's parameters that was seen (0 to 1).
@@ -142,6 +163,8 @@ class Record(_Plain):
     knowledge: dict[str, Any] = {}
     sensitive: float | None = None
     sensitive_baseline: float | None = None
+    words: WordScores | None = None
+    baseline_words: WordScores | None = None
     certificates: dict[str, int] = {}
     spectrum: Spectrum | None = None
     share_of_parameters: float = 0.0
@@ -213,6 +236,7 @@ class Summary(_Plain):
 
     Args:
         scores, baseline: by score name, over all batches, failures counted as 0.
+        words, baseline_words: by name of `WordScores`; None where no batch's words were named.
         failed: batches that ended in an error.
         seconds: median of the attack's wall time a batch.
     """
@@ -226,6 +250,8 @@ class Summary(_Plain):
     scores: dict[str, Interval]
     baseline: dict[str, Interval]
     sensitive: Interval | None = None
+    words: dict[str, Interval] | None = None
+    baseline_words: dict[str, Interval] | None = None
     seconds: float
     flags: tuple[str, ...] = ()
 

@@ -315,6 +315,19 @@ class Observation(Generic[M_co]):
 
 
 @dataclass(frozen=True)
+class NamedWord:
+    """A word that an update shows.
+
+    Args:
+        token: its id.
+        steps: local steps, counted from 0, whose minibatch held it; None where they are not told.
+    """
+
+    token: int
+    steps: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Reconstruction:
     """What an attack recovered.
 
@@ -326,6 +339,7 @@ class Reconstruction:
         notes: one-sentence remarks for the report ("not identifiable: ...").
         details: plain numbers the attack reports (loss, candidates, ranks), for the record.
         images: recovered images [n, C, H, W] in 0 to 1, fewer or more than the batch, in any order; None of text.
+        words: words of the batch, with or without their place in a sentence; None where the attack names none.
     """
 
     sequences: tuple[tuple[int, ...], ...] = ()
@@ -334,6 +348,7 @@ class Reconstruction:
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
     images: Tensor | None = None
+    words: tuple[NamedWord, ...] | None = None
 
     @property
     def count(self) -> int:

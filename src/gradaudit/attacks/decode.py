@@ -1,6 +1,7 @@
 """Exact decoding: batches back from their attention gradients, exactly and with proof, dropout on or off."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,8 +21,10 @@ from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.decoded import decode_change
 from gradaudit.leakage.uneven.entries import entries
+from gradaudit.leakage.uneven.words import read_words
+from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper, register
-from gradaudit.types import Observation, Reconstruction
+from gradaudit.types import NamedWord, Observation, Reconstruction
 
 _EXPLAINED = 1e-4
 """A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
@@ -87,8 +90,11 @@ class Decode(Attack):
             raise NotSupportedError(
                 "attack 'decode' does not read adapters, which have rank directions only; use 'dager'"
             )
+        words = read_words(seen)
+        if words and seen.knowledge.training and seen.knowledge.training.steps(seen.knowledge.batch_size or 1) > 1:
+            return _by_step(seen.model, words)
         if (found := self._changed(seen, rng)) is not None:
-            return found
+            return replace(found, words=words)
         first = span(seen, 0)
         if first is None:
             raise NotSupportedError(
@@ -181,7 +187,7 @@ class Decode(Attack):
             return None
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
         found = decode_change(model, changes, how, rng)
-        if found is None or not (found.told.whole or changes.steps == 1):
+        if found is None:
             return None
         details = {"rank": found.inputs.span.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
         blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None
@@ -302,6 +308,26 @@ class Decode(Attack):
                 if not all(sure):
                     notes = [*notes, f"{sure.count(False)} sentences send too little to be told from others"]
         return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
+
+
+def _by_step(model: TextModel, words: Sequence[NamedWord]) -> Reconstruction:
+    """Return words of several steps: a guess a step of those that one minibatch held, in the order of their ids."""
+    special, each = model.special, dict[int, list[int]]()
+    for word in words:
+        if word.steps is not None and len(word.steps) == 1 and word.token not in special.ids:
+            each.setdefault(word.steps[0], []).append(word.token)
+    bags = [(*special.prefix, *each[step], *special.suffix)[: model.max_length] for step in sorted(each)]
+    told = sum(word.steps is not None for word in words)
+    note = (
+        f"the word embedding's rows name {len(words)} words of the batch, and the local steps of {told}, but no order"
+    )
+    return Reconstruction(
+        tuple(bags),
+        certificates=("guess",) * len(bags),
+        notes=(note,),
+        details={"words": len(words)},
+        words=tuple(words),
+    )
 
 
 def _ranks(first: Span) -> dict[str, Any]:

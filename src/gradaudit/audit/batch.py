@@ -35,8 +35,9 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, BaseModel]:
     Returns:
         The record, and the private side of it.
     """
-    case, attack, judge = ready.case, ready.attack, ready.judge
+    case, attack = ready.case, ready.attack
     batch: Private = private_batch(ready, index)
+    judge = ready.judge.ordered(ready.client.order(len(batch), stream(case.seed, "client", index)))
     update, seen = sent(ready, batch, index)
     blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
     baseline = judge.judge(batch, blind)

@@ -145,6 +145,18 @@ class Client:
             defenses=tuple(describe(d) for d in self.defenses),
         )
 
+    def order(self, size: int, rng: torch.Generator) -> tuple[tuple[int, ...], ...] | None:
+        """Return the rows that each local step of an update takes, for the judge; None of several clients.
+
+        Args:
+            size: examples of the batch.
+            rng: a stream as the update's own was.
+        """
+        if self.clients > 1:
+            return None
+        steps = in_groups(self._minibatches(size, draw_seed(rng)), self.training.accumulate)
+        return tuple(tuple(torch.cat(rows).tolist()) for rows in steps)
+
     def silent(self, rng: torch.Generator, expected: float) -> Update:
         """Return what a client sends whose sampling chose no sentence: the noise of its defense alone.
 

@@ -34,6 +34,10 @@ class Judge(ABC, Generic[B]):
     file: ClassVar[str]
     """Its file in a run's folder."""
 
+    def ordered(self, order: tuple[tuple[int, ...], ...] | None) -> Self:
+        """Return the judge of a batch whose rows were taken in this order, step by step; None for not known."""
+        return self
+
     @abstractmethod
     def judge(self, batch: B, found: Reconstruction) -> Any:
         """Compare a reconstruction with the batch: aligned once, one to one, what is missing scores worst.

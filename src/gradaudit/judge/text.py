@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from torch import Tensor
 from gradaudit.data.sensitive import spans
 from gradaudit.judge.judgment import Judge, Judgment
 from gradaudit.judge.spectrum import spectrum
+from gradaudit.judge.words import Order, score_words
 from gradaudit.metrics import text as metrics
 from gradaudit.metrics.rouge import has_bigram
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.record import SentenceMarks, Spectrum, Texts
-from gradaudit.types import Batch, Observation, Reconstruction
+from gradaudit.record import SentenceMarks, Spectrum, Texts, WordScores
+from gradaudit.types import Batch, NamedWord, Observation, Reconstruction
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class TextJudgment(Judgment):
         originals, recovered: the texts behind them.
         original_words, recovered_words: the words the marks stand for.
         solved: every sentence has equal token ids.
+        words: of the words that the attack names; None where it names none.
+        named: of the words of its sentences.
     """
 
     scores: metrics.Scores
@@ -43,6 +46,8 @@ class TextJudgment(Judgment):
     original_words: tuple[tuple[str, ...], ...]
     recovered_words: tuple[tuple[str, ...], ...]
     solved: bool
+    words: WordScores | None
+    named: WordScores
 
     def of_record(self, baseline: TextJudgment) -> dict[str, Any]:
         published: dict[str, metrics.Scores] = {}
@@ -54,6 +59,8 @@ class TextJudgment(Judgment):
             "published": published,
             "sensitive": self.sensitive,
             "sensitive_baseline": baseline.sensitive,
+            "words": self.words,
+            "baseline_words": None if self.words is None else baseline.named,
             "certificates": dict(proofs),
             "sentences": self.sentences,
         }
@@ -66,12 +73,17 @@ class TextJudge(Judge[Batch]):
     Args:
         model: gives the texts of token ids.
         published: names of the papers' scorings to compute beside ours.
+        order: rows of the batch that each local step took; None where that is not known.
     """
 
     private: ClassVar[type[Texts]] = Texts
     file: ClassVar[str] = "texts.jsonl"
     model: TransformersModel
     published: tuple[str, ...] = ()
+    order: Order | None = None
+
+    def ordered(self, order: Order | None) -> Self:
+        return replace(self, order=order)
 
     def judge(self, batch: Batch, found: Reconstruction) -> TextJudgment:
         originals = [sentence(self.model, ids) for ids in batch.sequences()]
@@ -104,6 +116,8 @@ class TextJudge(Judge[Batch]):
             original_words=tuple(tuple(o) for o, _ in words),
             recovered_words=tuple(tuple(g) for _, g in words),
             solved=all(m.exact for m in marked),
+            words=None if found.words is None else score_words(self.model, batch, found.words, self.order),
+            named=score_words(self.model, batch, [NamedWord(t) for ids in found.sequences for t in ids], None),
         )
 
     def nothing(self, batch: Batch) -> TextJudgment:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.stats import bootstrap
 
-from gradaudit.record import Interval, Record, Summary
+from gradaudit.record import Interval, Record, Summary, WordScores
 from gradaudit.scores import scores_of
 
 
@@ -50,8 +50,18 @@ def summarize(records: Sequence[Record]) -> list[Summary]:
                 scores={s.name: interval([r.scores.get(s.name) for r in rows], s.low_leaks) for s in kind.all},
                 baseline={s.name: interval([r.baseline.get(s.name) for r in rows], s.low_leaks) for s in kind.all},
                 sensitive=sensitive if sensitive.n else None,
+                words=_of_words([r.words for r in rows]),
+                baseline_words=_of_words([r.baseline_words for r in rows]),
                 seconds=float(np.median([r.seconds for r in rows])),
                 flags=tuple(sorted(flags)),
             )
         )
     return out
+
+
+def _of_words(rows: Sequence[WordScores | None]) -> dict[str, Interval] | None:
+    """Return the means of words' scores; a batch without named words counts 0 where others have some."""
+    if not any(rows):
+        return None
+    nothing = WordScores(precision=0.0, recall=0.0)
+    return {name: interval([getattr(row or nothing, name) for row in rows]) for name in WordScores.model_fields}

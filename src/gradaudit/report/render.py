@@ -28,6 +28,8 @@ MOST_BYTES = 1_000_000
 """The size a report never exceeds; a page of this size still opens at once and can be mailed."""
 
 _HERE = Path(__file__).parent
+_WORDS = ("Words named", "Words right")
+"""Columns of attacks that name words."""
 _COUNTS = ("Worst batch", "Batches", "Failed", "Seconds a batch", "Load b/d")
 
 
@@ -126,6 +128,7 @@ def _page(
     grids = picture_grids(records, pictures, show_text, order, limits.pictures)
     names = [score.title for score in kind.all]
     spans = any(row.names_and_numbers.interval for found in rows.values() for row in found)
+    words = any(row.words.interval for found in rows.values() for row in found)
     return (
         environment()
         .get_template("report.html.j2")
@@ -145,10 +148,11 @@ def _page(
             headlines=HEADLINES,
             made=_date(info.made),
             score_names=names,
-            columns=[*names, *(["Names, numbers"] if spans else []), *_COUNTS],
+            columns=[*names, *(["Names, numbers"] if spans else []), *(_WORDS if words else ()), *_COUNTS],
             rows=rows,
             rows_left_out=rows_left_out,
             spans=spans,
+            words=words,
             threats=sections.threats(records, order),
             seen=sections.seen_shares(info, records, settings),
             pairs=pairs,

@@ -35,6 +35,10 @@ class ResultRow:
     drawn: Cell
     """What is drawn, 0 to 100."""
     names_and_numbers: Cell
+    words: Cell
+    """Share of the distinct words that were named."""
+    right_words: Cell
+    """Share of the named words that are right."""
     n: int
     failed: int
     seconds: float | None
@@ -113,11 +117,18 @@ def _row(summary: Summary, own: Sequence[Record]) -> ResultRow:
         main=cells[kind.main],
         drawn=_scaled(cells[kind.drawn], kind.drawn_scale),
         names_and_numbers=Cell(summary.sensitive, sum(spans) / len(spans) if spans and not is_blind else None),
+        words=_of_words(summary, "recall"),
+        right_words=_of_words(summary, "precision"),
         n=summary.n,
         failed=summary.failed,
         seconds=sum(r.seconds for r in own) / len(own) if own else None,
         load=(min(loads), max(loads)) if loads else None,
     )
+
+
+def _of_words(summary: Summary, name: str) -> Cell:
+    words, blind = summary.words, summary.baseline_words
+    return Cell(None, None) if words is None else Cell(words[name], blind[name].mean if blind else None)
 
 
 def _scaled(cell: Cell, factor: float) -> Cell:

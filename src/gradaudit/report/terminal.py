@@ -93,7 +93,18 @@ def summary_tables(summaries: Sequence[Summary]) -> list[Table]:
             *names,
             f"{row.seconds:.1f}",
         )
+        if row.words is not None:
+            tables[row.setting].caption = f"{tables[row.setting].caption}{_words_line(row)}\n"
     return list(tables.values())
+
+
+def _words_line(row: Summary) -> str:
+    """Return what an attack says of the words alone, and blind guessing beside it."""
+    words, blind = row.words or {}, row.baseline_words or {}
+    line = f"words that {row.attack} names: {_cell(words['recall'], _OUT_OF)} of all (blind "
+    line += f"{_cell(blind['recall'], _OUT_OF, between=False)}), {_cell(words['precision'], _OUT_OF)} of them right"
+    told = words["minibatch"]
+    return line if told.mean is None else f"{line}, local steps told for {_cell(told, _OUT_OF)}"
 
 
 def sweep_table(results: Sequence[Result]) -> Table:

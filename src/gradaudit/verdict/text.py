@@ -10,6 +10,8 @@ NEAR_SCORE, NEAR_WORDS = 90.0, 5
 MARGIN, MARGIN_ONE_BATCH, MARGIN_WORST_BATCH = 5.0, 20.0, 50.0
 """Points above blind guessing from which part of a text was read: by an interval's lower end, by a single batch, and by
 the worst batch of many."""
+WORDS_RIGHT = 90.0
+"""Precision from which named words count as read."""
 
 _RULES: Mapping[Level, str] = {
     "leaks": (
@@ -19,7 +21,9 @@ _RULES: Mapping[Level, str] = {
         "proves a sentence from the update itself."
     ),
     "partly": (
-        "“Partly” is said when no sentence was recovered whole, but for some attack the lower end of the "
+        "“Partly” is said when no sentence was recovered whole, but some attack names the words of the batch: at least "
+        f"{WORDS_RIGHT:.0f} of 100 that it names are there, and the share of the distinct words that it names lies "
+        "above blind guessing by the margins that follow; or when for some attack the lower end of the "
         "interval of ROUGE-L, or of names and numbers recovered, lies above the mean of blind guessing by "
         f"at least {MARGIN:.0f} points (with a single batch: the score itself, by at least "
         f"{MARGIN_ONE_BATCH:.0f}), or ROUGE-L of any one batch lies above its own blind guess by at least "
@@ -42,7 +46,12 @@ _RULES: Mapping[Level, str] = {
 def _judge(
     name: str, summaries: Sequence[Summary], attacks: Sequence[Record], records: Sequence[Record]
 ) -> tuple[Level, str]:
-    found = _leaks(name, attacks, records) or _partly(name, summaries, attacks) or _proven(name, attacks)
+    found = (
+        _leaks(name, attacks, records)
+        or _words_leak(name, summaries)
+        or _partly(name, summaries, attacks)
+        or _proven(name, attacks)
+    )
     if found is not None:
         return found
     failed = [r for r in attacks if r.error is not None]
@@ -103,6 +112,28 @@ def _read_back(record: Record, blind: Record | None) -> tuple[int, int]:
 
 def _near(marks: SentenceMarks) -> bool:
     return marks.rougeL >= NEAR_SCORE and len(marks.original) >= NEAR_WORDS
+
+
+def _words_leak(name: str, summaries: Iterable[Summary]) -> tuple[Level, str] | None:
+    """Judge named words by the attack that names most of them."""
+    found: list[tuple[float, str]] = []
+    for summary in summaries:
+        words, blind = summary.words, summary.baseline_words
+        if words is None or blind is None or (words["precision"].mean or 0.0) < WORDS_RIGHT:
+            continue
+        guessed = blind["recall"].mean or 0.0
+        lead = _lead(words["recall"], guessed)
+        if lead is None:
+            continue
+        text = (
+            f"Words leak: in the setting “{name}” the attack “{summary.attack}” names {_scored(words['recall'])} of "
+            f"100 distinct words of the batch, and {words['precision'].mean:.1f} of 100 that it names are right; blind "
+            f"guessing names {guessed:.1f}"
+        )
+        told = words["minibatch"].mean
+        text += "." if told is None else f". For {told:.1f} of 100 it tells the local steps that held them."
+        found.append((lead, text))
+    return ("partly", max(found)[1]) if found else None
 
 
 def _partly(name: str, summaries: Iterable[Summary], attacks: Sequence[Record]) -> tuple[Level, str] | None:

@@ -60,10 +60,11 @@ class MaskedInputs:
         model: the model.
         first: block 0's span.
         near: a masked row this near the span lies in it.
+        rounded: type to which rows are rounded as they enter; None for their own.
     """
 
-    def __init__(self, model: TextModel, first: Span, near: float = INSIDE) -> None:
-        self.model, self.span, self.limit = model, first, near
+    def __init__(self, model: TextModel, first: Span, near: float = INSIDE, rounded: torch.dtype | None = None) -> None:
+        self.model, self.span, self.limit, self._rounded = model, first, near, rounded
         parts = model.first_input_parts()
         self._check = VocabularyCheck(parts, first)
         self._near: dict[int, Tensor] = {}
@@ -119,6 +120,12 @@ class MaskedInputs:
             rate: dropout rate.
         """
         masked = torch.where(kept, clean, torch.zeros_like(clean)) / (1 - rate)
+        return self._entering(self._normed(masked))
+
+    def _entering(self, rows: Tensor) -> Tensor:
+        return rows if self._rounded is None else rows.float().to(self._rounded).double()
+
+    def _normed(self, masked: Tensor) -> Tensor:
         if not self.model.dropout_before_norm:
             return masked
         parts = self._parts
@@ -140,7 +147,7 @@ class MaskedInputs:
             rate: dropout rate.
         """
         if not self.model.dropout_before_norm:
-            return clean / (1 - rate)
+            return self._entering(clean / (1 - rate))
         masked = torch.where(kept, clean, torch.zeros_like(clean)) / (1 - rate) / self._parts.weight.double()
         return clean / (1 - rate) * (masked.var(1, correction=0, keepdim=True) + self._parts.eps).rsqrt()
 

@@ -1,12 +1,13 @@
-"""A weight change read as a gradient, each entry with its error: the error model of all that follows."""
+"""An update read as a gradient, each entry with its error: the error model of all that follows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.rowspace.noise_floor import few_digits, few_values, noise_rank
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep, Step
 from gradaudit.types import Observation
 
@@ -17,6 +18,19 @@ _ARITHMETIC = 1.5e-7
 _SUMMED = 2e-7
 """Rounding of a gradient's entry that float32 summed over tokens, relative to the root mean squares of its matrix and
 of its row and column: 1.1e-7 in the mean (MiniLM, 16 to 95 tokens), in columns with outliers up to four times that."""
+_BFLOAT_BITS, _HALF_BITS = 7, 10
+"""Digits behind the first of a bfloat16 and of a float16."""
+_LEFT_OUT = 0.02
+"""A larger share of zeros was left out: of the own ones there are none, but where a whole row or column is zero."""
+_UNKNOWN = 1e6
+"""Deviation of an entry that was left out, in multiples of the largest one."""
+_LEVELS = 8
+"""Fewer values than these are signs."""
+_NOISE = 1e-5
+"""Smaller noise, relative to the root mean square, is rounding: spans are exact."""
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_Read = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
+"""From what was sent of a matrix, and its weights before, to values and their deviations."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,7 @@ class Entries:
         step: what takes a gradient to y.
         groups: rows of each matrix by its view's name, in order.
         steps: of the optimizer that made the change.
+        rounded: type to which the inputs were rounded before they entered; None for their own.
     """
 
     sent: Tensor
@@ -36,6 +51,7 @@ class Entries:
     step: Step
     groups: Mapping[str, int]
     steps: int = 1
+    rounded: torch.dtype | None = None
 
     def parts(self, stacked: Tensor) -> dict[str, Tensor]:
         """Return each matrix of a stack, by its view's name."""
@@ -65,10 +81,7 @@ def grid(weights: Tensor) -> Tensor:
 
 
 def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v")) -> Entries | None:
-    """Return what a weight change says of the gradients of a block's matrices that share an input.
-
-    The client computes w1 = w0 (1 - lr decay) - lr y. Both weights lie on their type's grid, so y is known up to half a
-    grid step over lr: finely for small weights, coarsely for large ones.
+    """Return what an update says of the gradients of a block's matrices that share an input.
 
     Args:
         seen: the observation; its model has the weights before.
@@ -76,31 +89,92 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
         roles: of q, k and v.
 
     Returns:
-        The entries; None where this is no weight change of known training, or nothing of the block was seen.
+        The entries; None where nothing of the block was seen, where a weight change is of unknown training or of
+        several steps that do not add up, and where a gradient has no error beside its own rounding, or sends signs.
     """
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    if seen.kind != "delta" or how is None or how.optimizer == "none":
-        return None
-    steps = 1 if size is None else how.steps(size)
-    step: Step = PlainStep() if how.optimizer == "sgd" else AdamStep()
-    if steps > 1 and not isinstance(step, PlainStep):
+    read = _of_change(seen) if seen.kind == "delta" else _of_gradient
+    if read is None:
         return None
     weights = seen.model.parameters()
     values, spreads = [], []
     groups: dict[str, int] = {}
     for role in roles:
-        for view, change in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
-            before = view(weights[view.parameter]).detach()
-            after = before + change
-            # as the optimizer computes it, in the weights' own type: its rounding is known then
-            kept = before * (1 - how.learning_rate * how.weight_decay)
-            width = grid(after) * math.sqrt(steps)
-            value = (kept.double() - before.double() - change.double()) / how.learning_rate
-            values.append(value)
-            groups[view.name] = len(value)
-            rounded = width / (_UNIFORM * how.learning_rate)
-            step_size = torch.ones_like(value) if isinstance(step, AdamStep) else value.abs()
-            spreads.append((rounded.square() + (_ARITHMETIC * step_size).square()).sqrt())
+        for view, sent in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
+            one = read(sent.detach(), view(weights[view.parameter]).detach())
+            if one is None:
+                return None
+            values.append(one[0])
+            spreads.append(one[1])
+            groups[view.name] = len(one[0])
     if not values:
         return None
-    return Entries(torch.cat(values), torch.cat(spreads), step, groups, steps)
+    how, size = seen.knowledge.training, seen.knowledge.batch_size
+    step: Step = PlainStep()
+    steps = 1
+    if seen.kind == "delta" and how is not None:
+        steps = 1 if size is None else how.steps(size)
+        step = PlainStep() if how.optimizer == "sgd" else AdamStep(how.eps)
+    rounded = _AUTOCAST.get(how.precision) if how is not None else None
+    return Entries(torch.cat(values), torch.cat(spreads), step, groups, steps, rounded)
+
+
+def _of_change(seen: Observation) -> _Read | None:
+    """Return how the entries of a weight change are read.
+
+    The client computes w1 = w0 (1 - lr decay) - lr y. Both weights lie on their type's grid, so y is known up to half a
+    grid step over lr: finely for small weights, coarsely for large ones.
+    """
+    how, size = seen.knowledge.training, seen.knowledge.batch_size
+    if how is None or how.optimizer == "none":
+        return None
+    steps, adaptive = 1 if size is None else how.steps(size), how.optimizer != "sgd"
+    if steps > 1 and (adaptive or how.momentum or how.clip_norm):
+        return None  # what each step takes depends on the others
+    if how.optimizer == "adam" and how.weight_decay:
+        return None  # the decay is part of the gradient whose size is taken off
+    rates = how.rates(size) if size is not None else (how.learning_rate,)
+    rate = sum(rates) / len(rates)
+
+    def read(change: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        after = before + change
+        # as the optimizer computes it, in the weights' own type: its rounding is known then
+        kept = before * (1 - rate * how.weight_decay) if how.optimizer == "adamw" else before
+        value = (kept.double() - before.double() - change.double()) / rate
+        if how.optimizer == "sgd":
+            value = value - how.weight_decay * len(rates) * before.double()
+        rounded = grid(after) * math.sqrt(steps) / (_UNIFORM * rate)
+        size = torch.ones_like(value) if adaptive else value.abs()
+        return value, (rounded.square() + (_ARITHMETIC * size).square()).sqrt()
+
+    return read
+
+
+def _of_gradient(sent: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return a gradient's entries and their errors, as its own values show them; None for signs and exact ones.
+
+    Half precision: a unit in the last place. Integers: their step. Zeros in place of entries: nothing is known there.
+    Else noise, of the size that the small singular values tell.
+    """
+    value = sent.double()
+    there = value != 0
+    if float((~there).double().mean()) > _LEFT_OUT:
+        if few_values(sent) or not bool(there.any()):
+            return None
+        own = _SUMMED * float(value[there].square().mean().sqrt())
+        return value, torch.where(
+            there, torch.full_like(value, own), torch.full_like(value, _UNKNOWN * float(value.abs().max()))
+        )
+    if few_digits(sent):
+        bits = _BFLOAT_BITS if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else _HALF_BITS
+        exponent = torch.frexp(value.abs().clamp_min(torch.finfo(torch.float32).tiny)).exponent
+        return value, torch.ldexp(torch.ones_like(value), exponent - 1 - bits) / _UNIFORM
+    if few_values(sent):
+        levels = torch.unique(value)
+        if len(levels) < _LEVELS:
+            return None
+        return value, torch.full_like(value, float(levels.diff().min()) / _UNIFORM)
+    rows = value if value.shape[0] >= value.shape[1] else value.T
+    _, sigma = noise_rank(torch.linalg.svdvals(rows), len(rows), sure=True)
+    if sigma < _NOISE * float(value.square().mean().sqrt()):
+        return None
+    return value, torch.full_like(value, sigma)

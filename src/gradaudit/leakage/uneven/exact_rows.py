@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.rows import MaskedInputs
-from gradaudit.leakage.uneven.low_rank import EVERY, Fitting, Part, inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.low_rank import EVERY, Fitting, Part
 
 EXPLAINED = 1.1
 """Entries are explained up to their own errors below this chi^2 per degree of freedom: right rows leave 0.8 to 1.01
@@ -17,8 +18,8 @@ APART = 100.0
 FINE = (0.01, 1e-3, 1e-4, 1e-5, 0.0)
 """What is added to each entry's error while masks are mended, in medians of the gradient's size: large coordinates
 first, then ever smaller ones."""
-_PASSES = 5
-"""Rounds of exchanged bits a floor at most."""
+_PASSES = 8
+"""Rounds of exchanged bits a floor at most; the last floor ends with one of all columns."""
 _GAIN, _FIRST = 16.0, 0.02
 """A mask bit is exchanged when chi^2 falls by this much, by chance once in 15,000; and the share of the round's largest
 gain that it has: wrong bits of weight are exchanged before what they pull along."""
@@ -32,6 +33,8 @@ _BYTES = 80_000_000
 """Of left-out signals held together: bounds memory."""
 _WORDS = 4096
 """Tokens compared together: bounds memory."""
+_TELLING = 32
+"""Coordinates by which tokens are told apart first, those that cost most."""
 _RIDGE = 1e-12
 
 
@@ -117,7 +120,7 @@ def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
         positions: of each row.
         energy: [f, d] growth of chi^2 by a square of the coordinate.
     """
-    inputs, rate = masked.inputs, masked.rate
+    inputs, rate, rows = masked.inputs, masked.rate, masked.rows()
     every = torch.arange(inputs.model.vocabulary_size, device=energy.device)
     least = float("inf")
     for position in sorted(set(positions)):
@@ -128,10 +131,17 @@ def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
             with_it = inputs.inputs(clean, all_kept, rate)
             without = with_it - inputs.slope(clean, all_kept, rate)
             for at in here:
-                row = masked.rows()[at]
-                off = torch.minimum((with_it - row).square(), (without - row).square()) @ energy[at]
-                off[(clean == masked.clean[at]).all(1)] = float("inf")
-                least = min(least, float(off.min()))
+                others = torch.where((clean != masked.clean[at]).any(1))[0]
+                # what a few coordinates cost is a lower bound, by which most tokens are told
+                few = (energy[at] * with_it.var(0)).topk(min(_TELLING, len(energy[at]))).indices
+                for columns in (few, torch.arange(len(energy[at]), device=energy.device)):
+                    pair = [t[others][:, columns] - rows[at, columns] for t in (with_it, without)]
+                    grown = torch.minimum(*[t.square() for t in pair]) @ energy[at, columns]
+                    others = others[grown < least]
+                    if len(others) == 0:
+                        break
+                else:
+                    least = float(grown.min())
     return least
 
 
@@ -256,7 +266,10 @@ def mended(
             best, at = found.gain.max(0)  # one row a column: two moves in a column share the column's residual
             columns = torch.where(best > torch.clamp(_FIRST * best.max(), min=_GAIN))[0]
             if len(columns) == 0:
-                break
+                if near is None or floor > 0:
+                    break
+                near = None
+                continue
             near = torch.where(best > _NEAR * _GAIN)[0]
             kept = masked.kept.clone()
             kept[at[columns], columns] ^= True

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.uneven.entries import Entries
+from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
 from gradaudit.progress import step as told
 
 Part = tuple[slice | Tensor, slice | Tensor]
@@ -55,8 +56,6 @@ _MOST_SCALED = 30.0
 _LINE_TURNS, _LINE_TRIES, _LINE_ENOUGH = 20, 4, 1e-3
 """Lines are solved anew until they gain less than this share, each step cut to a third where it gains nothing."""
 _LINE_RIDGE = 1e-13
-_LINES = 4_000_000
-"""Numbers of weighted rows held together while lines are solved: bounds memory."""
 
 
 @dataclass(frozen=True)
@@ -82,59 +81,6 @@ class LowRank:
     def rank(self) -> int:
         """How many directions."""
         return len(self.rows)
-
-
-def normal_matrices(rows: Tensor, weights: Tensor) -> Tensor:
-    """Return [n, r, r], rows diag(w_i) rows^T for each line w_i of the weights.
-
-    Args:
-        rows: [r, d].
-        weights: [n, d].
-    """
-    r = len(rows)
-    one, other = torch.triu_indices(r, r, device=rows.device)
-    packed = weights @ (rows[one] * rows[other]).T
-    out = packed.new_empty((len(weights), r, r))
-    out[:, one, other] = packed
-    out[:, other, one] = packed
-    return out
-
-
-def inverses(matrices: Tensor, ridge: float) -> Tensor:
-    """Return the inverses of normal matrices, each scaled to a diagonal of ones, to which the ridge is added."""
-    scale = matrices.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt()
-    both = scale[:, :, None] * scale[:, None, :]
-    scaled = matrices * both
-    scaled.diagonal(dim1=1, dim2=2).add_(ridge)
-    inverse: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(scaled)) * both
-    return inverse
-
-
-def against(matrices: Tensor, pull: Tensor, ridge: float) -> Tensor:
-    """Return what normal matrices [n, r, r] turn into a pull [n, r]; see `inverses`."""
-    scale = matrices.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt()
-    scaled = matrices * scale[:, :, None] * scale[:, None, :]
-    scaled.diagonal(dim1=1, dim2=2).add_(ridge)
-    found = torch.cholesky_solve((pull * scale)[..., None], torch.linalg.cholesky(scaled))
-    return found[..., 0] * scale
-
-
-def solved(rows: Tensor, weights: Tensor, pull: Tensor) -> Tensor:
-    """Return [n, r], the weighted least squares solution of left @ rows = target line by line.
-
-    Args:
-        rows: [r, d].
-        weights: [n, d].
-        pull: [n, d] weights times the target.
-    """
-    # weights of a line differ by up to 1e16, which normal matrices would square
-    root = weights.sqrt()
-    target = pull / root.clamp_min(1e-300)
-    parts = []
-    for some in torch.split(torch.arange(len(root), device=root.device), max(1, _LINES // rows.numel())):
-        q, t = torch.linalg.qr(root[some][:, :, None] * rows.T)
-        parts.append(torch.linalg.solve_triangular(t, q.mT @ target[some][:, :, None], upper=True)[..., 0])
-    return torch.cat(parts)
 
 
 def _balanced(left: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,13 +291,14 @@ class Fitting:
                 break
         return left, rows
 
-    def fit(self, most: int, known: Tensor | None = None, first: int = _FIRST) -> LowRank | None:
+    def fit(self, most: int, known: Tensor | None = None, first: int = _FIRST, beyond: int = 0) -> LowRank | None:
         """Return the fit, of as many directions as the entries show; None where they show more than `most`.
 
         Args:
             most: largest rank tried.
             known: [f, d] rows of the batch that are known exactly: the others are found the more sharply.
             first: directions to start from, beside the known rows.
+            beyond: directions more than the entries show: weak ones hide in the noise, and one too many does no harm.
         """
         given = self.target[:0] if known is None else known
         fixed = len(given)
@@ -359,6 +306,9 @@ class Fitting:
         for place, floor in enumerate(FLOORS):
             told(f"low rank: {len(rows)} directions, stage {place + 1} of {len(FLOORS)}", place, len(FLOORS))
             if floor < _GROWING:
+                if more := min(beyond, most - len(rows)):
+                    left, rows = self._grown(left, rows, more, floor)
+                    beyond = 0
                 left, rows = self.stage(left, rows, floor, fixed)
                 continue
             left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)

@@ -1,0 +1,60 @@
+"""Weighted least squares, one problem a line of the entries."""
+
+import torch
+from torch import Tensor
+
+_LINES = 4_000_000
+"""Numbers of weighted rows held together while lines are solved: bounds memory."""
+
+
+def normal_matrices(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return [n, r, r], rows diag(w_i) rows^T for each line w_i of the weights.
+
+    Args:
+        rows: [r, d].
+        weights: [n, d].
+    """
+    r = len(rows)
+    one, other = torch.triu_indices(r, r, device=rows.device)
+    packed = weights @ (rows[one] * rows[other]).T
+    out = packed.new_empty((len(weights), r, r))
+    out[:, one, other] = packed
+    out[:, other, one] = packed
+    return out
+
+
+def inverses(matrices: Tensor, ridge: float) -> Tensor:
+    """Return the inverses of normal matrices, each scaled to a diagonal of ones, to which the ridge is added."""
+    scale = matrices.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt()
+    both = scale[:, :, None] * scale[:, None, :]
+    scaled = matrices * both
+    scaled.diagonal(dim1=1, dim2=2).add_(ridge)
+    inverse: Tensor = torch.cholesky_inverse(torch.linalg.cholesky(scaled)) * both
+    return inverse
+
+
+def against(matrices: Tensor, pull: Tensor, ridge: float) -> Tensor:
+    """Return what normal matrices [n, r, r] turn into a pull [n, r]; see `inverses`."""
+    scale = matrices.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt()
+    scaled = matrices * scale[:, :, None] * scale[:, None, :]
+    scaled.diagonal(dim1=1, dim2=2).add_(ridge)
+    found = torch.cholesky_solve((pull * scale)[..., None], torch.linalg.cholesky(scaled))
+    return found[..., 0] * scale
+
+
+def solved(rows: Tensor, weights: Tensor, pull: Tensor) -> Tensor:
+    """Return [n, r], the weighted least squares solution of left @ rows = target line by line.
+
+    Args:
+        rows: [r, d].
+        weights: [n, d].
+        pull: [n, d] weights times the target.
+    """
+    # weights of a line differ by up to 1e16, which normal matrices would square
+    root = weights.sqrt()
+    target = pull / root.clamp_min(1e-300)
+    parts = []
+    for some in torch.split(torch.arange(len(root), device=root.device), max(1, _LINES // rows.numel())):
+        q, t = torch.linalg.qr(root[some][:, :, None] * rows.T)
+        parts.append(torch.linalg.solve_triangular(t, q.mT @ target[some][:, :, None], upper=True)[..., 0])
+    return torch.cat(parts)
