@@ -16,7 +16,8 @@ from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.leakage.decoding.rows import MaskedInputs
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, pulls
-from gradaudit.leakage.uneven.low_rank import Fitting, against, inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.low_rank import Fitting
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model

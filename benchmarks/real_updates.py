@@ -1,0 +1,168 @@
+"""What is read from the updates that clients really send: weight changes of AdamW and SGD, low precision, noise.
+
+    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words precision defenses decoders
+
+Dropout 0.1 is on in every cell, labels and lengths are unknown. Draw 2026 was not used in development. Groups: adamw
+(one step with frozen word and position embeddings, and one as the transformers Trainer takes it), sgd (one step, and
+minibatches), words (several steps of AdamW, embeddings trained), precision (autocast), defenses (noise, pruning),
+decoders. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grid import PRACTICAL, Cell, Done, Program, main
+
+from gradaudit.metrics.summary import summarize
+
+DRAW = 2026
+TRAINER = {"dropout": True, "optimizer": "adamw", "learning_rate": 5e-5, "clip_norm": 1.0, "schedule": "linear"}
+"""What the transformers Trainer does when nothing is said, in one step."""
+
+
+def one(size: int, batches: int, **client: Any) -> Cell:
+    """Return a cell of MiniLM on CoLA that sees block 0's attention."""
+    return Cell("cola", size, batches, PRACTICAL | client, tensors="0:q,k,v", seed=DRAW)
+
+
+def adamw() -> list[Cell]:
+    """One step, two rates; then the Trainer's defaults."""
+    step = {"optimizer": "adamw", "weight_decay": 0.01}
+    cells = [
+        one(b, n, **step, learning_rate=rate)
+        for b, n in ((1, 10), (2, 10), (4, 10), (8, 10), (16, 3))
+        for rate in (5e-5, 1e-5)
+    ]
+    return [*cells, *(Cell("cola", b, n, TRAINER, seed=DRAW) for b, n in ((1, 10), (8, 5)))]
+
+
+def sgd() -> list[Cell]:
+    """One step at four rates, and minibatches of two."""
+    cells = [
+        one(b, n, optimizer="sgd", learning_rate=rate)
+        for b, n in ((1, 10), (4, 5), (8, 3))
+        for rate in (1e-1, 1e-2, 1e-3, 1e-4)
+    ]
+    return [*cells, *(one(8, 2, optimizer="sgd", learning_rate=rate, minibatch=2) for rate in (1e-2, 1e-3))]
+
+
+def words() -> list[Cell]:
+    """Several steps of eight sentences, as the Trainer takes them, with weight decay."""
+    how = TRAINER | {"weight_decay": 0.01, "minibatch": 8}
+    return [Cell("cola", 8 * steps, n, how, seed=DRAW) for steps, n in ((2, 10), (4, 10), (8, 5), (16, 5), (64, 2))]
+
+
+def precision() -> list[Cell]:
+    """One gradient under autocast."""
+    return [one(b, n, precision=p) for p in ("bf16", "fp16") for b, n in ((1, 10), (4, 5), (8, 2))]
+
+
+def defenses() -> list[Cell]:
+    """One gradient behind noise on unit-norm tensors, pruning, integers."""
+    cells = []
+    for b, n in ((1, 10), (4, 5)):
+        for sigma in (1e-5, 1e-4, 1e-3, 1e-2, 5e-2):
+            told = ({"name": "normalized-gaussian", "sigma": sigma},)
+            cells.append(Cell("cola", b, n, PRACTICAL, defense=told, seed=DRAW))
+        for rate in (0.75, 0.9, 0.99):
+            cells.append(Cell("cola", b, n, PRACTICAL, defense=({"name": "random-pruning", "rate": rate},), seed=DRAW))
+        cells.append(Cell("cola", b, n, PRACTICAL, defense=({"name": "quantize", "bits": 8},), seed=DRAW))
+    return cells
+
+
+def decoders() -> list[Cell]:
+    """GPT-2's shape with its dropout, one step of AdamW."""
+    step = {"dropout": True, "optimizer": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01}
+    return [Cell("cola", b, n, step, "random:gpt2", seed=DRAW) for b, n in ((1, 5), (4, 3))]
+
+
+GROUPS = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "words": words,
+    "precision": precision,
+    "defenses": defenses,
+    "decoders": decoders,
+}
+COLUMNS = (
+    "update", "model", "B", "batches", "load b/d", "R-1", "R-L", "exact %", "proven", "proven, wrong", "blind R-L",
+    "median s", "slowest s", "published",
+)  # fmt: skip
+OF_WORDS = (
+    "update", "steps of 8", "batches", "words named %", "of them right %", "blind named %", "step right %",
+    "of words in one step %", "of words in two %", "names and numbers %", "median s",
+)  # fmt: skip
+
+
+def said(cell: Cell) -> str:
+    """Return how the update was made, in words."""
+    own = {k: v for k, v in cell.client.items() if k not in ("dropout", "freeze", "optimizer", "learning_rate")}
+    made = (
+        [f"{cell.client['optimizer']} {cell.client['learning_rate']:g}"] if "optimizer" in cell.client else ["gradient"]
+    )
+    made += [f"{k.replace('_', ' ')} {v}" for k, v in own.items()]
+    made += [" ".join(str(v) for v in one.values()) for one in cell.defense]
+    return ", ".join([*made, "embeddings frozen" if cell.client.get("freeze") else "all trained"])
+
+
+def row(done: Done) -> list[str]:
+    """Return a cell's table row."""
+    cell, records = done.cell, done.records
+    summary = summarize(records)[0]
+    sentences = [s for r in records for s in r.sentences]
+    proven = [s for s in sentences if s.certificate == "proven"]
+    loads = [r.load or 0.0 for r in records]
+    scores = [summary.scores[k].mean or 0 for k in ("rouge1", "rougeL", "exact")]
+    return [
+        said(cell), cell.model, str(cell.size), str(len(records)), f"{min(loads):.2f}-{max(loads):.2f}",
+        *(f"{v:.1f}" for v in scores), f"{len(proven)}/{len(sentences)}", str(sum(not s.exact for s in proven)),
+        f"{summary.baseline['rougeL'].mean or 0:.1f}", f"{summary.seconds:.1f}",
+        f"{max(r.seconds for r in records):.0f}", cell.published,
+    ]  # fmt: skip
+
+
+def row_of_words(done: Done) -> list[str]:
+    """Return a row of words."""
+    cell, summary = done.cell, summarize(done.records)[0]
+    named, blind = summary.words or {}, summary.baseline_words or {}
+
+    def shown(name: str) -> str:
+        mean = named[name].mean if name in named else 0.0
+        return "-" if mean is None else f"{mean:.1f}"
+
+    return [
+        said(cell), str(cell.size // 8), str(len(done.records)), shown("recall"), shown("precision"),
+        f"{(blind['recall'].mean or 0) if blind else 0:.1f}", shown("minibatch"), shown("alone"), shown("twice"),
+        shown("sensitive"), f"{summary.seconds:.1f}",
+    ]  # fmt: skip
+
+
+def table(done: Sequence[Done]) -> list[list[str]]:
+    """Return a group's rows."""
+    return [row_of_words(d) if d.cell.client.get("minibatch") == 8 else row(d) for d in done if d.records]
+
+
+def name(group: str, cell: Cell) -> str:
+    """Return the name of a cell's folder."""
+    return f"real-{group}-{said(cell)}-{cell.model}-b{cell.size}"
+
+
+PROGRAM = Program(
+    about=__doc__,
+    groups={
+        group: lambda given, group=group, make=make: [replace(c, name=name(group, c)) for c in make()]
+        for group, make in GROUPS.items()
+    },
+    columns={group: OF_WORDS if group == "words" else COLUMNS for group in GROUPS},
+    table=table,
+    words=lambda group, given: f"Dropout 0.1 on, labels and lengths unknown, draw {DRAW}, not used in development.",
+    results=Path("benchmarks/results/real-updates"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(PROGRAM))
