@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradaudit.attacks.base import Attack
-from gradaudit.defense_traits import ANYTHING, Trait
+from gradaudit.defense_traits import ANYTHING, Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.explain import explain
@@ -35,6 +35,10 @@ _EFFORTS = (2, 4)
 _OFF = 1e-3
 """A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
 _LAST_MISSING = "the last word of a sentence leaves nothing in block 0 and is missing"
+_MOST_ROWS = 0.5
+"""Fewer rows than this share of the rank say less than a bag of words."""
+_READ: frozenset[Trait] = frozenset({"zero mean", "support", "unit norm", "scaled", "stand-ins", "one example clipped"})
+"""What entries with errors can be read behind: it shows in the entries themselves, or is a scale."""
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -181,13 +185,13 @@ class Decode(Attack):
         explains nothing, and the change is read like any other.
         """
         known, model = seen.knowledge, seen.model
-        plain = model.absolute_positions and known.dropout != 0.0 and not known.defenses
+        plain = model.absolute_positions and known.dropout != 0.0 and all_traits(known.defenses) <= _READ
         changes = entries(seen, 0) if plain else None
         if changes is None:
             return None
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
         found = decode_change(model, changes, how, rng)
-        if found is None:
+        if found is None or (not found.told.whole and len(found.rows) < _MOST_ROWS * found.inputs.span.rank):
             return None
         details = {"rank": found.inputs.span.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
         blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None

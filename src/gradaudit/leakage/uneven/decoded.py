@@ -184,5 +184,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         told = state.told(inputs)
     if told.whole:
         basis = torch.linalg.qr(entering.T).Q
-        inputs = MaskedInputs(model, Span(basis, torch.ones_like(basis[0]), len(entering), 1.0, 0, ()))
+        inputs = MaskedInputs(
+            model, Span(basis, torch.ones_like(basis[0]), len(entering), 1.0, 0, ()), rounded=seen.rounded
+        )
     return DecodedChange(state.rows, inputs, told, entering)

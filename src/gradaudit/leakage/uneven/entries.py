@@ -69,6 +69,13 @@ class Entries:
             parts.append((mean + part.mean(1, keepdim=True) * (part.mean(0) / mean)).sqrt())
         return _SUMMED * torch.cat(parts)
 
+    def blurred(self, gradient: Tensor) -> Tensor:
+        """Return the standard deviation of the gradient, [n, d], by its inputs' own rounding: before rows are known."""
+        if self.rounded is None:
+            return torch.zeros_like(gradient)
+        # a rounding error is half a unit in the last place at most, and uniform
+        return torch.finfo(self.rounded).eps / (_UNIFORM * _SUMMED) * self.own(gradient)
+
     def error(self, gradient: Tensor) -> Tensor:
         """Return the standard deviation of y at a gradient, [n, d]: of the weights' grid and of the gradient."""
         return self.spread.hypot(self.step.slope(gradient) * self.own(gradient))
@@ -156,23 +163,19 @@ def _of_gradient(sent: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
     Else noise, of the size that the small singular values tell.
     """
     value = sent.double()
-    there = value != 0
-    if float((~there).double().mean()) > _LEFT_OUT:
-        if few_values(sent) or not bool(there.any()):
-            return None
-        own = _SUMMED * float(value[there].square().mean().sqrt())
-        return value, torch.where(
-            there, torch.full_like(value, own), torch.full_like(value, _UNKNOWN * float(value.abs().max()))
-        )
-    if few_digits(sent):
-        bits = _BFLOAT_BITS if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else _HALF_BITS
-        exponent = torch.frexp(value.abs().clamp_min(torch.finfo(torch.float32).tiny)).exponent
-        return value, torch.ldexp(torch.ones_like(value), exponent - 1 - bits) / _UNIFORM
     if few_values(sent):
         levels = torch.unique(value)
         if len(levels) < _LEVELS:
             return None
         return value, torch.full_like(value, float(levels.diff().min()) / _UNIFORM)
+    there = value != 0
+    if float((~there).double().mean()) > _LEFT_OUT:
+        own = _SUMMED * value[there].square().mean().sqrt()
+        return value, torch.where(there, own, _UNKNOWN * value.abs().max())
+    if few_digits(sent):
+        bits = _BFLOAT_BITS if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else _HALF_BITS
+        exponent = torch.frexp(value.abs().clamp_min(torch.finfo(torch.float32).tiny)).exponent
+        return value, torch.ldexp(torch.ones_like(value), exponent - 1 - bits) / _UNIFORM
     rows = value if value.shape[0] >= value.shape[1] else value.T
     _, sigma = noise_rank(torch.linalg.svdvals(rows), len(rows), sure=True)
     if sigma < _NOISE * float(value.square().mean().sqrt()):

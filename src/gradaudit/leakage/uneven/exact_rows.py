@@ -105,7 +105,7 @@ def explain(fitting: Fitting, masked: Masked, positions: Sequence[int], rng: tor
     weights = fitting.weights(left @ rows, FINE[-1])
     gradient = left @ rows * fitting.scale
     off = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient)
-    free = off.numel() - left.numel()
+    free = int(fitting.there.sum()) - left.numel()
     noise = torch.randn(weights.shape, generator=rng).to(weights)
     drawn = solved(rows, weights, weights.sqrt() * noise)
     apart = _apart(masked, positions, _judged(fitting, masked, FINE[-1], left).energy)

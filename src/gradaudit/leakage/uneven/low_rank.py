@@ -161,8 +161,10 @@ class Fitting:
     def __init__(self, seen: Entries, rng: torch.Generator) -> None:
         self.seen, self._rng = seen, rng
         gradient, self.known = seen.step.behind(seen.sent, seen.spread)
-        self.scale = float(gradient[self.known].abs().median())
-        self._own = seen.own(gradient) / self.scale
+        self.there = seen.spread < gradient.abs().max()
+        self.scale = float(gradient[self.known & self.there].abs().median())
+        self._own = self._known_rows = seen.own(gradient) / self.scale
+        self._any_rows = self._own.hypot(seen.blurred(gradient) / self.scale)
         self.target = gradient / self.scale
 
     def deviation(self, fit: Tensor, part: Part = EVERYTHING) -> Tensor:
@@ -300,7 +302,14 @@ class Fitting:
             first: directions to start from, beside the known rows.
             beyond: directions more than the entries show: weak ones hide in the noise, and one too many does no harm.
         """
-        given = self.target[:0] if known is None else known
+        # rows that are not known bring their own rounding, which is none of the entries' error once they are
+        self._own = self._any_rows if known is None else self._known_rows
+        try:
+            return self._fitted(most, self.target[:0] if known is None else known, first, beyond)
+        finally:
+            self._own = self._known_rows
+
+    def _fitted(self, most: int, given: Tensor, first: int, beyond: int) -> LowRank | None:
         fixed = len(given)
         left, rows = self._start(given, min(first, most - fixed))
         for place, floor in enumerate(FLOORS):

@@ -1,0 +1,94 @@
+"""Gradients in few bits, with noise or with entries left out, read as entries with errors; dropout on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradaudit.attacks.decode import Decode
+from gradaudit.client.client import Client
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import SAMPLE, load_rows, make_batch
+from gradaudit.leakage.uneven.entries import entries
+from gradaudit.models.spec import ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.registry import build
+from gradaudit.streams import stream
+from gradaudit.types import LocalTraining
+from tiny_models import batch_of, seen_of, sentences
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return load_model(ModelSpec("minilm"))
+
+
+def made_coarse(load, change):
+    """Return the exact gradient of a block's q, k, v, and the entries of what a change of each matrix leaves."""
+    model = load("bert")
+    seen = seen_of(Client(model, dropout=True), batch_of(model, sentences((5, 6), 1)), "0:q,k,v")
+    exact = torch.cat([t.double() for t in seen.tensors.values()])
+    return exact, entries(replace(seen, tensors={name: change(t) for name, t in seen.tensors.items()}), 0)
+
+
+def integers(value: torch.Tensor) -> torch.Tensor:
+    step = value.abs().max() / 127
+    return (value / step).round() * step
+
+
+NOISE = {
+    "bf16": lambda t: t.bfloat16().float(),
+    "fp16": lambda t: (t * 2**16).half().float() / 2**16,
+    "int8": integers,
+    "noise": lambda t: t + 0.05 * t.std() * torch.randn(t.shape, generator=torch.Generator().manual_seed(0)),
+}
+
+
+@pytest.mark.parametrize("kind", NOISE)
+def test_errors_are_those_that_were_made(load, kind):
+    exact, found = made_coarse(load, NOISE[kind])
+    assert found is not None
+    off = (found.sent - exact) / found.spread
+    # noise is estimated from a 32 x 32 matrix; roundings are known
+    assert float(off.square().mean()) == pytest.approx(1, abs=0.25 if kind == "noise" else 0.12)
+
+
+def test_entries_that_were_left_out_say_nothing_and_the_others_all(load):
+    keep = torch.Generator().manual_seed(0)
+    exact, found = made_coarse(load, lambda t: t * (torch.rand(t.shape, generator=keep) < 0.3))
+    assert found is not None
+    there = found.sent != 0
+    assert 0.2 < float(there.double().mean()) < 0.4
+    assert torch.equal(found.sent[there], exact[there])
+    assert bool((found.spread[~there] > 1e3 * exact.abs().max()).all())
+    assert bool((found.spread[there] < 1e-5 * exact.abs().max()).all())
+
+
+@pytest.mark.parametrize("change", [torch.clone, torch.sign, torch.zeros_like], ids=["exact", "signs", "nothing"])
+def test_exact_gradients_and_signs_are_left_to_others(load, change):
+    assert made_coarse(load, change)[1] is None
+
+
+CLIENTS = {
+    "bf16": {"training": LocalTraining(precision="bf16")},
+    "pruned": {"defenses": ("random-pruning", {"rate": 0.75})},
+}
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_sentence_is_read_exactly_with_dropout_on(minilm, kind):
+    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
+    assert rows.labels is not None
+    batch = make_batch(minilm, rows.texts[4:5], rows.labels[4:5])
+    how = dict(CLIENTS[kind])
+    if "defenses" in how:
+        how["defenses"] = (build("defense", *how["defenses"]),)
+    seen = seen_of(Client(minilm, dropout=True, freeze=("embeddings",), **how), batch, "0:q,k,v")
+    found = Decode()(seen, stream(0, "attack"))
+    assert found.sequences == (tuple(batch.sequences()[0]),)
+    assert found.certificates is not None
+    assert found.certificates[0] in ("proven", "likely")
