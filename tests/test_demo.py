@@ -28,6 +28,12 @@ def test_the_demo_shows_what_leaks(tmp_path: Path, monkeypatch):
     assert by[demo.PRACTICAL, "dager"].scores["exact"] == 0.0
     assert by[demo.PRACTICAL, "decode"].scores["exact"] == 100.0
     assert by[demo.PRACTICAL, "decode"].certificates == {"proven": 4}
+    trainer = by[demo.TRAINER, "decode"]
+    assert trainer.scores["exact"] == 100.0
+    assert trainer.certificates == {"proven": 4}
+    assert trainer.knowledge["training"]["optimizer"] == "adamw"
+    assert trainer.words is not None
+    assert (trainer.words.precision, trainer.words.recall) == (100.0, 100.0)
     assert all(r.batch_size == 4 for r in done)
     report = render(tmp_path, show_text=True).read_text()
     assert "insulin" in report

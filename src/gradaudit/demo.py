@@ -1,4 +1,4 @@
-"""`gradaudit demo`: a real model's update, two settings, what leaks; in two minutes on two cores."""
+"""`gradaudit demo`: a real model's update, three settings, what leaks; in two minutes on two cores."""
 
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from gradaudit.progress import step
 from gradaudit.record import Record
 from gradaudit.workspace import learned_in
 
-OFF, PRACTICAL = "dropout off", "dropout on, embeddings frozen"
+OFF, PRACTICAL, TRAINER = "dropout off", "dropout on, embeddings frozen", "AdamW, dropout on"
 SETTINGS: dict[str, dict[str, Any]] = {
     OFF: {"dropout": False},
     PRACTICAL: {"dropout": True, "freeze": ["embeddings"]},
+    # one step of the transformers Trainer as it comes: its weight change, not its gradient, is sent
+    TRAINER: {"dropout": True, "optimizer": "adamw", "learning_rate": 5e-5, "clip_norm": 1.0, "schedule": "linear"},
 }
 # smaller budgets than the published ones, so that the demo ends in two minutes
 TAG = {"name": "tag", "steps": 150}
@@ -28,6 +30,7 @@ DAGER = {"name": "dager", "max_candidates": 30_000}
 ATTACKS: dict[str, tuple[dict[str, Any], ...]] = {
     OFF: (TAG, DAGER),
     PRACTICAL: (TAG, DAGER, {"name": "decode"}),
+    TRAINER: ({"name": "decode"},),
 }
 
 SIGN: dict[str, Any] = {"name": "sign"}
@@ -78,12 +81,14 @@ def run_demo(folder: Path, device: torch.device, vision: bool = False) -> list[R
     """
     records: list[Record] = []
     ready: Prepared | None = None
+    shown: Prepared | None = None
     every = image_cases() if vision else cases()
     count = every[0].data.batches
     with only_writer(folder), learned_in(folder / LEARNED):
         for number, case in enumerate(every):
             step("demo", len(records), len(every) * count)
             ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
+            shown = ready if case.setting() == PRACTICAL else shown
             done = open_folder(ready, folder, shared=True)
             if ready.attack.unfitted and len(done) < count:
                 ready = fitted(ready, folder / INVERTERS)
@@ -92,7 +97,7 @@ def run_demo(folder: Path, device: torch.device, vision: bool = False) -> list[R
             for index in range(count):
                 records.append(done[index] if index in done else audited(ready, index, folder))
                 step("demo", len(records), len(every) * count)
-        if ready is not None and not vision:
-            update, seen = sent(ready, private_batch(ready, 0), 0)
-            save_bundle(folder / "update", ready.model, update, seen.knowledge)
+        if shown is not None:
+            update, seen = sent(shown, private_batch(shown, 0), 0)
+            save_bundle(folder / "update", shown.model, update, seen.knowledge)
     return records
