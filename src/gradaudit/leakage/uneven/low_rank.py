@@ -161,7 +161,7 @@ class Fitting:
     def __init__(self, seen: Entries, rng: torch.Generator) -> None:
         self.seen, self._rng = seen, rng
         gradient, self.known = seen.step.behind(seen.sent, seen.spread)
-        self.there = seen.spread < gradient.abs().max()
+        self.there = seen.spread < seen.sent.abs().max()
         self.scale = float(gradient[self.known & self.there].abs().median())
         self._own = self._known_rows = seen.own(gradient) / self.scale
         self._any_rows = self._own.hypot(seen.blurred(gradient) / self.scale)
