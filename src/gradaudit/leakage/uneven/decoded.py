@@ -88,7 +88,7 @@ class _Decoding:
     def fit(self, inputs: MaskedInputs | None, beyond: int) -> LowRank | None:
         """Return the low rank, with the rows found so far held fixed, and so many directions beyond it."""
         if inputs is None or not self.rows:
-            return self.fitting.fit(self.most, first=_PER_SENTENCE * (self.how.size or 1) + 1)
+            return self.fitting.fit(self.most, first=_PER_SENTENCE * (self.how.size or 1) + 1, beyond=beyond)
         return self.fitting.fit(self.most, self.masked(inputs).rows(), first=0, beyond=beyond)
 
     def masked(self, inputs: MaskedInputs, others: Tensor | None = None) -> Masked:
@@ -161,7 +161,10 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         state.look(inputs, effort)
         found = len(state.rows)
         if not found:
-            return None
+            if beyond:
+                return None
+            beyond = max(2, int(_BEYOND * fit.rank))
+            continue
         masked = state.beside(inputs, fit.scale)
         dropped = state.drop(masked)
         if dropped:

@@ -28,6 +28,8 @@ EVERYTHING: Part = (EVERY, EVERY)
 FLOORS = (0.3, 0.1, 0.03, 0.01)
 """Stages: what is added to each entry's error, in medians of the gradient's size. Rows decode at the last; what is
 finer comes of rows that are known exactly."""
+_EXACT = 1e-3
+"""One more stage where entries are known far better than this, as those that pruning leaves."""
 _GROWING = 0.03
 """Directions are added down to this floor."""
 _TURNS, _TURNS_GROWING = 3, 6
@@ -166,6 +168,8 @@ class Fitting:
         self._own = self._known_rows = seen.own(gradient) / self.scale
         self._any_rows = self._own.hypot(seen.blurred(gradient) / self.scale)
         self.target = gradient / self.scale
+        error = self.deviation(self.target)[self.there].median()
+        self._floors = (*FLOORS, _EXACT) if float(error) < _EXACT**2 else FLOORS
 
     def deviation(self, fit: Tensor, part: Part = EVERYTHING) -> Tensor:
         """Return the standard deviation of each entry of the target beside a fit, [n, d], both in medians.
@@ -312,8 +316,10 @@ class Fitting:
     def _fitted(self, most: int, given: Tensor, first: int, beyond: int) -> LowRank | None:
         fixed = len(given)
         left, rows = self._start(given, min(first, most - fixed))
-        for place, floor in enumerate(FLOORS):
-            told(f"low rank: {len(rows)} directions, stage {place + 1} of {len(FLOORS)}", place, len(FLOORS))
+        for place, floor in enumerate(self._floors):
+            told(
+                f"low rank: {len(rows)} directions, stage {place + 1} of {len(self._floors)}", place, len(self._floors)
+            )
             if floor < _GROWING:
                 if more := min(beyond, most - len(rows)):
                     left, rows = self._grown(left, rows, more, floor)
@@ -341,7 +347,7 @@ class Fitting:
         A sample of the errors is the fit's own answer to a sample of the noise: the same weighted least squares with
         drawn residuals. Direction by direction its energy outside the space is what puts a true row off it.
         """
-        floor = FLOORS[-1]
+        floor = self._floors[-1]
         if not fixed:
             left, rows = _balanced(left, rows)
         weights = self.weights(left @ rows, floor)
