@@ -16,7 +16,7 @@ from gradaudit.case import parse_case
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
-NEEDS = {"curves": "matplotlib", "vision": "pyarrow", "picture_grid": "pyarrow"}
+NEEDS = {"curves": "matplotlib", "real_updates_figures": "matplotlib", "vision": "pyarrow", "picture_grid": "pyarrow"}
 
 
 @pytest.fixture(autouse=True)

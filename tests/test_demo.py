@@ -19,7 +19,11 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "audit_my_training.py"
 
 def test_the_demo_shows_what_leaks(tmp_path: Path, monkeypatch):
     # the same demo with a smaller matching budget, so that the test stays short
-    quick = {name: ({"name": "tag", "steps": 3}, *attacks[1:]) for name, attacks in demo.ATTACKS.items()}
+    short = {"name": "tag", "steps": 3}
+    quick = {
+        name: tuple(short if attack["name"] == "tag" else attack for attack in attacks)
+        for name, attacks in demo.ATTACKS.items()
+    }
     monkeypatch.setattr(demo, "ATTACKS", quick)
     done = demo.run_demo(tmp_path, torch.device("cpu"))
     by = {(r.setting, r.attack): r for r in done}

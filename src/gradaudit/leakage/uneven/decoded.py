@@ -119,8 +119,12 @@ class _Decoding:
         return int(wrong.sum())
 
     def keep(self, masks: Tensor) -> None:
-        """Give the rows their mended masks."""
-        self.rows = [replace(row, kept=mask) for row, mask in zip(self.rows, masks, strict=True)]
+        """Give the rows their mended masks; of those that were one row read twice the first stays."""
+        rows = {
+            (row.token, row.position, tuple(mask.tolist())): replace(row, kept=mask)
+            for row, mask in reversed(list(zip(self.rows, masks, strict=True)))
+        }
+        self.rows = list(reversed(rows.values()))
 
     def explained(self, inputs: MaskedInputs) -> Explanation | None:
         """Return what the rows explain with masks mended to the last bit, which they keep; None where some miss."""

@@ -5,6 +5,8 @@ from torch import Tensor
 
 _LINES = 4_000_000
 """Numbers of weighted rows held together while lines are solved: bounds memory."""
+_DEPENDENT = 1e-14
+"""Smaller, relative to the largest, a diagonal is rounding."""
 
 
 def normal_matrices(rows: Tensor, weights: Tensor) -> Tensor:
@@ -56,5 +58,8 @@ def solved(rows: Tensor, weights: Tensor, pull: Tensor) -> Tensor:
     parts = []
     for some in torch.split(torch.arange(len(root), device=root.device), max(1, _LINES // rows.numel())):
         q, t = torch.linalg.qr(root[some][:, :, None] * rows.T)
+        # a row that the others make up has no part of its own: it gets nothing
+        own = t.diagonal(dim1=1, dim2=2)
+        own.masked_fill_(own.abs() <= _DEPENDENT * own.abs().amax(1, keepdim=True), float("inf"))
         parts.append(torch.linalg.solve_triangular(t, q.mT @ target[some][:, :, None], upper=True)[..., 0])
     return torch.cat(parts)
