@@ -74,6 +74,19 @@ def test_an_attack_on_the_bundle_recovers_the_batch(made):
     assert found.as_json()["scores"] is None
 
 
+@pytest.mark.parametrize(("attack", "said"), [("dager", True), ("decode", False)])
+def test_an_attack_that_does_not_reckon_with_dropout_says_so_and_what_does(load, tmp_path, attack, said):
+    model = load("bert")
+    batch = tiny_models.batch_of(model, tiny_models.sentences((5, 4), 1))
+    client = Client(model, dropout=True)
+    update = client.update(batch, stream(0, "client"))
+    model.module.save_pretrained(tmp_path / "b" / "model")
+    model.tokenizer.save_pretrained(tmp_path / "b" / "model")
+    bundle.save_bundle(tmp_path / "b", model, update, knowledge_of(batch, update, Given()), inside=True)
+    found = examine(tmp_path / "b", attack, (), "all", None, 0, torch.device("cpu"))
+    assert any("--attack decode" in note for note in found.notes) == said
+
+
 def test_not_a_bundle(tmp_path: Path):
     with pytest.raises(BadInputError, match="no such bundle"):
         bundle.load_bundle(tmp_path / "none")

@@ -56,6 +56,22 @@ def test_errors_are_those_that_were_made(load, kind):
     assert float(off.square().mean()) == pytest.approx(1, abs=0.25 if kind == "noise" else 0.12)
 
 
+def test_rounded_inputs_are_an_error_until_their_rows_are_known(load):
+    """A product with inputs rounded to bf16 is off by at most what `unread` adds; exact entries add nothing.
+
+    A unit in the last place is 0.43 of the square of eps times the value, and half of `own` is for outliers that noise
+    has none of: 0.21.
+    """
+    exact, found = made_coarse(load, NOISE["bf16"])
+    assert found is not None
+    assert found.unread() is found
+    rng = torch.Generator().manual_seed(0)
+    signals, inputs = (torch.randn(s, generator=rng, dtype=torch.double) for s in ((len(exact), 9), (9, 32)))
+    product, rounded = signals @ inputs, signals @ inputs.bfloat16().double()
+    told = replace(found, sent=rounded, spread=torch.zeros_like(exact), rounded=torch.bfloat16).unread()
+    assert float(((rounded - product) / told.spread).square().mean()) == pytest.approx(0.21, abs=0.07)
+
+
 def test_entries_that_were_left_out_say_nothing_and_the_others_all(load):
     keep = torch.Generator().manual_seed(0)
     exact, found = made_coarse(load, lambda t: t * (torch.rand(t.shape, generator=keep) < 0.3))

@@ -268,6 +268,9 @@ def test_lines_are_solved_by_their_own_weights():
         root = weights[line].sqrt()[:, None]
         expected = torch.linalg.lstsq(root * rows.T, root * target[line][:, None]).solution[:, 0]
         assert torch.allclose(found[line], expected, rtol=1e-5)
+    twice = solved(torch.cat([rows, rows[:1]]), weights, weights * target)
+    assert bool(twice.isfinite().all()), "a row that is there twice gets its signals once"
+    assert torch.allclose(twice @ torch.cat([rows, rows[:1]]), found @ rows, rtol=1e-5, atol=1e-8)
     expected = torch.einsum("rd,nd,sd->nrs", rows, weights, rows)
     assert torch.allclose(normal_matrices(rows, weights), expected)
 

@@ -14,12 +14,13 @@ from gradaudit.metrics.summary import summarize
 from gradaudit.record import WordScores
 from gradaudit.registry import build
 from gradaudit.streams import stream
-from gradaudit.types import LocalTraining, NamedWord
+from gradaudit.types import Knowledge, LocalTraining, NamedWord
 from gradaudit.verdict.run import verdict
 from made_reports import make_record
 from tiny_models import batch_of, seen_of, sentences
 
 HOW = LocalTraining("adamw", 5e-5, minibatch=2, weight_decay=0.01, schedule="linear", clip_norm=1.0)
+ONE = replace(HOW, minibatch=None)
 TEXTS = sentences([4, 5, 3, 4, 5, 4, 3, 4], 3, distinct=False)
 
 
@@ -37,7 +38,7 @@ def by_torch(how: LocalTraining, rates, gradients, rows: torch.Tensor) -> torch.
 @pytest.mark.parametrize("steps", [(0,), (2,), (0, 3), (1, 2, 3)])
 def test_the_move_is_torchs(steps):
     rng = torch.Generator().manual_seed(0)
-    rates = HOW.rates(10)
+    rates = HOW.rates(5)
     gradients = {step: 1e-6 * torch.randn(7, generator=rng, dtype=torch.double) for step in steps}
     zeros = torch.zeros(7, dtype=torch.double)
     torch.testing.assert_close(moved(HOW, rates, gradients), by_torch(HOW, rates, gradients, zeros), rtol=1e-9, atol=0)
@@ -109,6 +110,37 @@ def test_the_attack_returns_the_words_and_no_more_guesses_than_sentences(load):
     assert found.words is not None
     assert 0 < found.count <= len(batch)
     assert set(found.certificates or ()) == {"guess"}
+
+
+def test_words_are_left_where_sentences_cannot_be_read(load):
+    """One step with dropout off: what links words in a gradient is not read in a weight change."""
+    model = load("bert")
+    batch = batch_of(model, TEXTS)
+    found = build("attack", "decode", {})(seen_of(Client(model, ONE), batch), stream(0, "attack"))
+    assert {word.token for word in found.words or ()} == {token for ids in batch.sequences() for token in ids}
+    assert len(found.notes) > 1, "why there are no sentences is said beside the words"
+    assert score_words(model, batch, found.words or (), ((0, 1, 2, 3, 4, 5, 6, 7),)).minibatch is None
+
+
+def test_a_training_of_absurd_length_is_not_followed(load):
+    model = load("bert")
+    seen = seen_of(Client(model, ONE), batch_of(model, TEXTS))
+    long = replace(seen.knowledge, training=replace(ONE, epochs=10**12))
+    assert read_words(replace(seen, knowledge=long)) is None
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_the_mean_rate_is_the_mean_of_the_rates(schedule):
+    how = replace(HOW, schedule=schedule)
+    for steps in (1, 2, 7):
+        assert how.mean_rate(steps) == pytest.approx(sum(how.rates(steps)) / steps)
+
+
+def test_steps_are_known_without_the_batch_size_where_minibatches_are_whole():
+    assert Knowledge(training=replace(HOW, minibatch=None, epochs=3)).steps == 3
+    assert Knowledge(training=HOW).steps is None
+    assert Knowledge(training=HOW, batch_size=5).steps == 3
+    assert Knowledge(batch_size=5).steps is None
 
 
 def test_the_order_is_the_one_the_update_was_made_in(load):

@@ -187,11 +187,14 @@ class LocalTraining:
         per_epoch = -(-batch_size // (self.minibatch or batch_size))
         return -(-self.epochs * per_epoch // self.accumulate) if self.optimizer != "none" else 1
 
-    def rates(self, batch_size: int) -> tuple[float, ...]:
-        """Return the learning rate of each step."""
-        steps = self.steps(batch_size)
+    def rates(self, steps: int) -> tuple[float, ...]:
+        """Return the learning rate of each of so many steps."""
         falling = self.schedule == "linear"
         return tuple(self.learning_rate * ((steps - at) / steps if falling else 1.0) for at in range(steps))
+
+    def mean_rate(self, steps: int) -> float:
+        """Return the mean of `rates`."""
+        return self.learning_rate * ((steps + 1) / (2 * steps) if self.schedule == "linear" else 1.0)
 
     @property
     def descends(self) -> bool:
@@ -253,6 +256,14 @@ class Knowledge:
     defenses: tuple[Mapping[str, Any], ...] | None = None
     longest: int | None = None
     public: str | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """How many local steps were taken; None where that is not known."""
+        how, size = self.training, self.batch_size
+        if how is None or (size is None and how.minibatch is not None):
+            return None
+        return how.steps(size or 1)
 
     def given(self) -> dict[str, Any]:
         """Return what is known, by name, in plain types."""

@@ -95,10 +95,27 @@ class Decode(Attack):
                 "attack 'decode' does not read adapters, which have rank directions only; use 'dager'"
             )
         words = read_words(seen)
-        if words and seen.knowledge.training and seen.knowledge.training.steps(seen.knowledge.batch_size or 1) > 1:
+        if words is None:
+            return self._read(seen, rng)
+        if (seen.knowledge.steps or 1) > 1:
             return _by_step(seen.model, words)
-        if (found := self._changed(seen, rng)) is not None:
+        try:
+            found = self._read(seen, rng)
+        except NotSupportedError as refusal:
+            found = Reconstruction(notes=(str(refusal),))
+        if found.sequences:
             return replace(found, words=words)
+        bags = _by_step(seen.model, words)
+        return replace(bags, notes=(*bags.notes, *found.notes))
+
+    def _read(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Read sentences, or what is left of them.
+
+        Raises:
+            NotSupportedError: what it would need was not sent.
+        """
+        if (found := self._changed(seen, rng)) is not None:
+            return found
         first = span(seen, 0)
         if first is None:
             raise NotSupportedError(
@@ -185,7 +202,9 @@ class Decode(Attack):
         explains nothing, and the change is read like any other.
         """
         known, model = seen.knowledge, seen.model
-        plain = model.absolute_positions and known.dropout != 0.0 and all_traits(known.defenses) <= _READ
+        # what acts on a weight change is none of the optimizer's errors
+        countered = all_traits(known.defenses) <= _READ if seen.kind == "gradient" else True
+        plain = model.absolute_positions and known.dropout != 0.0 and countered
         changes = entries(seen, 0) if plain else None
         if changes is None:
             return None
@@ -321,10 +340,9 @@ def _by_step(model: TextModel, words: Sequence[NamedWord]) -> Reconstruction:
         if word.steps is not None and len(word.steps) == 1 and word.token not in special.ids:
             each.setdefault(word.steps[0], []).append(word.token)
     bags = [(*special.prefix, *each[step], *special.suffix)[: model.max_length] for step in sorted(each)]
-    told = sum(word.steps is not None for word in words)
-    note = (
-        f"the word embedding's rows name {len(words)} words of the batch, and the local steps of {told}, but no order"
-    )
+    told = sum(word.steps is not None for word in words) if len(each) > 1 else 0
+    steps = f", the local steps of {told}" if told else ""
+    note = f"the word embedding's rows name {len(words)} words of the batch{steps}, and no order"
     return Reconstruction(
         tuple(bags),
         certificates=("guess",) * len(bags),

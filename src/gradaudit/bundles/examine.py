@@ -21,6 +21,8 @@ from gradaudit.selection import Selection
 from gradaudit.streams import stream
 from gradaudit.types import Knowledge, Reconstruction
 
+WITH_DROPOUT = "decode"
+"""What to try where an attack does not reckon with dropout."""
 USUAL = ("dager", "ig")
 """Attack of an update of text, and of images, where none is named."""
 
@@ -137,12 +139,20 @@ def examine(
         ids=found.sequences,
         labels=found.labels,
         certificates=found.certificates,
-        notes=(*given, *found.notes),
+        notes=(*given, *_unread_dropout(attack, built.models_dropout, seen.knowledge), *found.notes),
         details=dict(found.details),
         warnings=tuple(f.text for f in bundle.findings),
         seconds=seconds,
         images=tuple(png(image) for image in _shown(found)) if isinstance(bundle.model, ImageModel) else None,
     )
+
+
+def _unread_dropout(attack: str, reckons: bool, known: Knowledge) -> tuple[str, ...]:
+    """Return the note that dropout was on where an attack does not reckon with it; else nothing."""
+    if not known.dropout or reckons:
+        return ()
+    said = f"dropout was on, which '{attack}' does not reckon with: its finding little is no sign of safety"
+    return (f"{said}; try --attack {WITH_DROPOUT}",)
 
 
 def _shown(found: Reconstruction) -> list[Tensor]:

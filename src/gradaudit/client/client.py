@@ -17,14 +17,13 @@ from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, Model
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import Model, TextModel
-from gradaudit.models.local_steps import Parameters, by_optimizer, in_groups, local_steps, optimizer_of
+from gradaudit.models.local_steps import AUTOCAST, Parameters, by_optimizer, in_groups, local_steps, optimizer_of
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
 from gradaudit.streams import draw_seed, global_stream, stream
 from gradaudit.types import Batch, LocalTraining, Private, Update
 
 M = TypeVar("M", bound=Model)
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALED = 65536.0
 """By which the loss is multiplied in fp16, and gradients divided: where torch's GradScaler starts."""
 
@@ -272,7 +271,7 @@ class Client:
             every = {name: [g for g in (own[name] for own in (one, *more)) if g is not None] for name in params}
             return {name: sum(gs[1:], gs[0]) / how.accumulate if gs else None for name, gs in every.items()}
 
-        step = by_optimizer(optimizer_of(how, local.values()), how.rates(size), how.clip_norm)
+        step = by_optimizer(optimizer_of(how, local.values()), how.rates(how.steps(size)), how.clip_norm)
         local = local_steps(local, in_groups(self._minibatches(size, seed), how.accumulate), mean, step)
         return {n: (p - trained[n]).detach() for n, p in local.items()}
 
@@ -309,7 +308,7 @@ class Client:
 
     def _slopes(self, loss: Callable[[], Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Return the loss's gradient by parameter name, in the client's precision; None where one has no part in it."""
-        kind = _AUTOCAST.get(self.training.precision)
+        kind = AUTOCAST.get(self.training.precision)
         with nullcontext() if kind is None else torch.autocast(self.model.device.type, kind):
             value = loss()
         wanted = list(params.values())

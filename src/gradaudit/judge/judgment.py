@@ -10,6 +10,8 @@ from gradaudit.record import Spectrum
 from gradaudit.types import Observation, Private, Reconstruction
 
 B = TypeVar("B", bound=Private)
+Order = tuple[tuple[int, ...], ...]
+"""Rows of the batch that each local step took."""
 
 
 class Judgment(ABC):
@@ -34,7 +36,7 @@ class Judge(ABC, Generic[B]):
     file: ClassVar[str]
     """Its file in a run's folder."""
 
-    def ordered(self, order: tuple[tuple[int, ...], ...] | None) -> Self:
+    def ordered(self, order: Order | None) -> Self:
         """Return the judge of a batch whose rows were taken in this order, step by step; None for not known."""
         return self
 

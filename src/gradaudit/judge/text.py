@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.data.sensitive import spans
-from gradaudit.judge.judgment import Judge, Judgment
+from gradaudit.judge.judgment import Judge, Judgment, Order
 from gradaudit.judge.spectrum import spectrum
-from gradaudit.judge.words import Order, score_words
+from gradaudit.judge.words import score_words
 from gradaudit.metrics import text as metrics
 from gradaudit.metrics.rouge import has_bigram
 from gradaudit.models.transformers import TransformersModel

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 
 from gradaudit.data.sensitive import spans
+from gradaudit.judge.judgment import Order
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.record import WordScores
 from gradaudit.types import Batch, NamedWord
-
-Order = tuple[tuple[int, ...], ...]
-"""Rows of the batch that each local step took."""
 
 
 def score_words(model: TransformersModel, batch: Batch, words: Sequence[NamedWord], order: Order | None) -> WordScores:
@@ -33,7 +31,8 @@ def score_words(model: TransformersModel, batch: Batch, words: Sequence[NamedWor
     named = {word.token: word.steps for word in words if word.token in set(model.content([word.token]))}
     right = [token for token in held if token in named]
     sensitive = [set(model.content(model.encode(span)[0])) for text in batch.texts for span in spans(text)]
-    told = order is not None and any(steps is not None for steps in named.values())
+    # of one step there is nothing to tell
+    told = order is not None and len(order) > 1 and any(steps is not None for steps in named.values())
 
     def placed(count: int | None) -> float | None:
         own = [t for t in held if count is None or len(held[t]) == count]

@@ -11,6 +11,8 @@ from gradaudit.types import LocalTraining
 
 Parameters = dict[str, Tensor]
 """By name."""
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What inputs and weights of a product are rounded to, by the precision of a training."""
 R = TypeVar("R")
 
 

@@ -88,7 +88,8 @@ class _Decoding:
     def fit(self, inputs: MaskedInputs | None, beyond: int) -> LowRank | None:
         """Return the low rank, with the rows found so far held fixed, and so many directions beyond it."""
         if inputs is None or not self.rows:
-            return self.fitting.fit(self.most, first=_PER_SENTENCE * (self.how.size or 1) + 1, beyond=beyond)
+            first = _PER_SENTENCE * (self.how.size or 1) + 1
+            return Fitting(self.fitting.seen.unread(), self.rng).fit(self.most, first=first, beyond=beyond)
         return self.fitting.fit(self.most, self.masked(inputs).rows(), first=0, beyond=beyond)
 
     def masked(self, inputs: MaskedInputs, others: Tensor | None = None) -> Masked:

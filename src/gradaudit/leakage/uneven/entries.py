@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradaudit.leakage.rowspace.noise_floor import few_digits, few_values, noise_rank
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep, Step
+from gradaudit.models.local_steps import AUTOCAST
 from gradaudit.types import Observation
 
 _UNIFORM = math.sqrt(12.0)
@@ -28,7 +29,6 @@ _LEVELS = 8
 """Fewer values than these are signs."""
 _NOISE = 1e-5
 """Smaller noise, relative to the root mean square, is rounding: spans are exact."""
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _Read = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
 """From what was sent of a matrix, and its weights before, to values and their deviations."""
 
@@ -69,12 +69,14 @@ class Entries:
             parts.append((mean + part.mean(1, keepdim=True) * (part.mean(0) / mean)).sqrt())
         return _SUMMED * torch.cat(parts)
 
-    def blurred(self, gradient: Tensor) -> Tensor:
-        """Return the standard deviation of the gradient, [n, d], by its inputs' own rounding: before rows are known."""
+    def unread(self) -> "Entries":
+        """Return the entries as they are before rows are known, whose own rounding then is an error, too."""
         if self.rounded is None:
-            return torch.zeros_like(gradient)
+            return self
+        gradient, _ = self.step.behind(self.sent, self.spread)
         # a rounding error is half a unit in the last place at most, and uniform
-        return torch.finfo(self.rounded).eps / (_UNIFORM * _SUMMED) * self.own(gradient)
+        blur = torch.finfo(self.rounded).eps / (_UNIFORM * _SUMMED) * self.own(gradient)
+        return replace(self, spread=self.spread.hypot(self.step.slope(gradient) * blur))
 
     def error(self, gradient: Tensor) -> Tensor:
         """Return the standard deviation of y at a gradient, [n, d]: of the weights' grid and of the gradient."""
@@ -115,13 +117,10 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
             groups[view.name] = len(one[0])
     if not values:
         return None
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    step: Step = PlainStep()
-    steps = 1
-    if seen.kind == "delta" and how is not None:
-        steps = 1 if size is None else how.steps(size)
-        step = PlainStep() if how.optimizer == "sgd" else AdamStep(how.eps)
-    rounded = _AUTOCAST.get(how.precision) if how is not None else None
+    how, steps = seen.knowledge.training, seen.knowledge.steps or 1
+    adaptive = seen.kind == "delta" and how is not None and how.optimizer != "sgd"
+    step: Step = AdamStep(how.eps) if adaptive and how is not None else PlainStep()
+    rounded = AUTOCAST.get(how.precision) if how is not None else None
     return Entries(torch.cat(values), torch.cat(spreads), step, groups, steps, rounded)
 
 
@@ -131,16 +130,15 @@ def _of_change(seen: Observation) -> _Read | None:
     The client computes w1 = w0 (1 - lr decay) - lr y. Both weights lie on their type's grid, so y is known up to half a
     grid step over lr: finely for small weights, coarsely for large ones.
     """
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    if how is None or how.optimizer == "none":
+    how, steps = seen.knowledge.training, seen.knowledge.steps
+    if how is None or how.optimizer == "none" or steps is None:
         return None
-    steps, adaptive = 1 if size is None else how.steps(size), how.optimizer != "sgd"
+    adaptive = how.optimizer != "sgd"
     if steps > 1 and (adaptive or how.momentum or how.clip_norm):
         return None  # what each step takes depends on the others
     if how.optimizer == "adam" and how.weight_decay:
         return None  # the decay is part of the gradient whose size is taken off
-    rates = how.rates(size) if size is not None else (how.learning_rate,)
-    rate = sum(rates) / len(rates)
+    rate = how.mean_rate(steps)
 
     def read(change: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         after = before + change
@@ -148,7 +146,7 @@ def _of_change(seen: Observation) -> _Read | None:
         kept = before * (1 - rate * how.weight_decay) if how.optimizer == "adamw" else before
         value = (kept.double() - before.double() - change.double()) / rate
         if how.optimizer == "sgd":
-            value = value - how.weight_decay * len(rates) * before.double()
+            value = value - how.weight_decay * steps * before.double()
         rounded = grid(after) * math.sqrt(steps) / (_UNIFORM * rate)
         size = torch.ones_like(value) if adaptive else value.abs()
         return value, (rounded.square() + (_ARITHMETIC * size).square()).sqrt()

@@ -165,8 +165,7 @@ class Fitting:
         gradient, self.known = seen.step.behind(seen.sent, seen.spread)
         self.there = seen.spread < seen.sent.abs().max()
         self.scale = float(gradient[self.known & self.there].abs().median())
-        self._own = self._known_rows = seen.own(gradient) / self.scale
-        self._any_rows = self._own.hypot(seen.blurred(gradient) / self.scale)
+        self._own = seen.own(gradient) / self.scale
         self.target = gradient / self.scale
         error = self.deviation(self.target)[self.there].median()
         self._floors = (*FLOORS, _EXACT) if float(error) < _EXACT**2 else FLOORS
@@ -306,14 +305,7 @@ class Fitting:
             first: directions to start from, beside the known rows.
             beyond: directions more than the entries show: weak ones hide in the noise, and one too many does no harm.
         """
-        # rows that are not known bring their own rounding, which is none of the entries' error once they are
-        self._own = self._any_rows if known is None else self._known_rows
-        try:
-            return self._fitted(most, self.target[:0] if known is None else known, first, beyond)
-        finally:
-            self._own = self._known_rows
-
-    def _fitted(self, most: int, given: Tensor, first: int, beyond: int) -> LowRank | None:
+        given = self.target[:0] if known is None else known
         fixed = len(given)
         left, rows = self._start(given, min(first, most - fixed))
         for place, floor in enumerate(self._floors):

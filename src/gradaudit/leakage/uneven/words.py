@@ -17,10 +17,11 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.uneven.entries import grid
 from gradaudit.types import LocalTraining, NamedWord, Observation
 
-_MOST_STEPS = 64
-"""More steps than these are not told apart."""
+_MOST_STEPS, _MOST_DECAYS = 64, 4096
+"""More steps than the first are not told apart; decay is not followed through more than the second."""
 _RATIOS = torch.logspace(-1.3, 1.3, 27)
 """Sizes of the second gradient in those of the first that are tried: steps of 26 percent."""
 _ALIKE = torch.tensor([-0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9])
@@ -77,8 +78,7 @@ def touched_rows(seen: Observation, rates: Sequence[float], how: LocalTraining) 
     after = before + seen.tensors[names[0]]
     rest = after.double() - kept.double()
     # what was sent is a difference of weights: put back, it rounds once more
-    width = (torch.nextafter(before.abs(), torch.full_like(before, math.inf)) - before.abs()).double()
-    rows = torch.where((rest.abs() > 2 * width).any(1))[0]
+    rows = torch.where((rest.abs() > 2 * grid(before)).any(1))[0]
     return rows, rest[rows]
 
 
@@ -88,18 +88,21 @@ def read_words(seen: Observation) -> tuple[NamedWord, ...] | None:
     Args:
         seen: the observation.
     """
-    how, size = seen.knowledge.training, seen.knowledge.batch_size
-    if seen.kind != "delta" or how is None or how.optimizer != "adamw" or size is None or seen.knowledge.defenses:
+    known = seen.knowledge
+    how, steps = known.training, known.steps
+    if seen.kind != "delta" or how is None or how.optimizer != "adamw" or known.defenses:
         return None
-    rates = how.rates(size)
+    if steps is None or steps > _MOST_DECAYS:
+        return None
+    rates = how.rates(steps)
     found = touched_rows(seen, rates, how)
     if found is None or len(found[0]) == 0 or len(found[0]) > len(seen.model.word_vectors()) // 2:
         return None
     ids, rest = found
-    if len(rates) > _MOST_STEPS or how.epochs > 1:
+    if steps > _MOST_STEPS or how.epochs > 1:
         return tuple(NamedWord(token, None) for token in ids.tolist())
-    steps = _told(how, rates, rest.abs())
-    return tuple(NamedWord(token, where) for token, where in zip(ids.tolist(), steps, strict=True))
+    told = _told(how, rates, rest.abs().cpu())
+    return tuple(NamedWord(token, where) for token, where in zip(ids.tolist(), told, strict=True))
 
 
 def _told(how: LocalTraining, rates: Sequence[float], sizes: Tensor) -> list[tuple[int, ...] | None]:
