@@ -35,8 +35,8 @@ _EFFORTS = (2, 4)
 _OFF = 1e-3
 """A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
 _LAST_MISSING = "the last word of a sentence leaves nothing in block 0 and is missing"
-_MOST_ROWS = 0.5
-"""Fewer rows than this share of the rank say less than a bag of words."""
+_MOST_ROWS = 0.7
+"""Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _READ: frozenset[Trait] = frozenset({"zero mean", "support", "unit norm", "scaled", "stand-ins", "one example clipped"})
 """What entries with errors can be read behind: it shows in the entries themselves, or is a scale."""
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
@@ -190,8 +190,12 @@ class Decode(Attack):
 
     @staticmethod
     def _orderable(seen: Observation) -> bool:
-        """Say whether one sentence's words can be placed: dropout off (or not told), one gradient, fixed positions."""
-        return seen.kind == "gradient" and not seen.knowledge.dropout and seen.model.absolute_positions
+        """Say whether words can be placed: one gradient, fixed positions.
+
+        Dropout lowers the likeness of the right order and of wrong ones alike (MiniLM, one sentence, noise of .01: 0.13
+        in place of 0.2, and the order is still the right one).
+        """
+        return seen.kind == "gradient" and seen.model.absolute_positions
 
     # a weight change
 
@@ -210,9 +214,9 @@ class Decode(Attack):
             return None
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
         found = decode_change(model, changes, how, rng)
-        if found is None or (not found.told.whole and len(found.rows) < _MOST_ROWS * found.inputs.span.rank):
+        if found is None or len(found.rows) < _MOST_ROWS * found.rank:
             return None
-        details = {"rank": found.inputs.span.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
+        details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
         blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None
         rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
         signals = rows.signals()

@@ -14,7 +14,7 @@ from gradaudit.progress import step
 
 INSIDE = 2e-5
 """A masked row this near the span lies in it: right rows are at 1e-7, the nearest wrong ones measured at 5e-2."""
-_OFF, _FARTHEST = 2.0, 0.12
+EXPECTED_OFF, _FARTHEST = 2.0, 0.12
 """In a span that is not known exactly, true rows lie within so many times their expected distance (MiniLM, AdamW: 0.8
 to 1.9 where the fit is good, wrong ones from 2.3, mostly from 3.5), and never so far that many a wrong one could."""
 LEAST_KEPT = 0.5
@@ -61,10 +61,18 @@ class MaskedInputs:
         first: block 0's span.
         near: a masked row this near the span lies in it.
         rounded: type to which rows are rounded as they enter; None for their own.
+        off: in a span that is not known exactly, a row lies in it within so many times its expected distance.
     """
 
-    def __init__(self, model: TextModel, first: Span, near: float = INSIDE, rounded: torch.dtype | None = None) -> None:
-        self.model, self.span, self.limit, self._rounded = model, first, near, rounded
+    def __init__(
+        self,
+        model: TextModel,
+        first: Span,
+        near: float = INSIDE,
+        rounded: torch.dtype | None = None,
+        off: float = EXPECTED_OFF,
+    ) -> None:
+        self.model, self.span, self.limit, self._rounded, self._off = model, first, near, rounded, off
         parts = model.first_input_parts()
         self._check = VocabularyCheck(parts, first)
         self._near: dict[int, Tensor] = {}
@@ -155,7 +163,7 @@ class MaskedInputs:
         """Return the finished masks, and which of them are rows of the batch."""
         kept, outside = refine_masks(self.outside, self._scaled(clean), start)
         expected = self.span.expected(torch.where(kept, clean, torch.zeros_like(clean)))
-        limit = (_OFF * expected).clamp(self.limit, max(self.limit, _FARTHEST))
+        limit = (self._off * expected).clamp(self.limit, max(self.limit, _FARTHEST))
         inside = (outside < limit) & (kept.double().mean(1) > LEAST_KEPT)
         if self.model.dropout_before_norm and bool(inside.any()):
             at = torch.where(inside)[0]

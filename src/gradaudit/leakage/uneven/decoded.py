@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, find_rows, look_harder
+from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, pulls
@@ -23,22 +23,25 @@ _PER_SENTENCE = 5
 _NEAR = 5e-3
 """A row this near the span is looked at, whatever the fit's own error: rows held fixed have wrong bits of small
 coordinates, which put others off by up to 2e-3."""
+_OFF = (EXPECTED_OFF, 3.0, 4.5)
+"""How far off a row may lie, in its expected distance, round by round: beside rows that are held fixed the true ones
+that are missing come to lie at 2.5 to 3.5, nearest of all tokens, and a wrong one is dropped again."""
 _COARSE = FLOORS[-2:]
 """Floors at which rows are judged while some are missing."""
-_STRAY = 16
-"""Where rows are missing more directions than this stand out (measured: 138 to 384); wrong bits make some, too."""
-_NEARLY = 0.5
-"""With so many of the directions decoded the others may be the fit's own."""
-_FEW = 40
-"""So few rows are held against everything whatever the rank."""
+_STRAY, _FEW = 16, 40
+"""Directions that stand out of what the rows leave are rows that are missing (measured: 0 or 1 where none is, 2 with 48
+of 50 found, 286 with 46), or wrong bits of rows that are there: so many at most. Fewer rows than the second number are
+held against everything at once: that costs less than another fit."""
+_SURE = 0.6
+"""Of the rows that may be missing so many are taken in one round, nearest first."""
 _EFFORT, _MOST_EFFORT = 3, 3
 """Tries at copies of what was found, in times the first ones, and how often anew where a round finds nothing."""
-_SLOW, _BEYOND = 0.1, 0.12
-"""Where a round finds less than this share of new rows, this share of directions is added to those that show: with a
-gradient seen through 1e-5 13 of 116 did not (MiniLM, 8 sentences)."""
 _MIDDLE = (0.03, 0.01, 1e-3)
 _WRONG, _WORST = 6.0, 0.3
 """A row whose pull is so many times the median one is wrong, with those that pull at least so much as the worst."""
+_IDLE = 3.0
+"""A row whose signals each explain less than so many squared errors is none: chance makes 1, the weakest true row of
+116 19 (MiniLM, 1e-5)."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,14 @@ class DecodedChange:
         inputs: what dropout masks, and the span: of the rows themselves where they explain everything.
         told: what they explain.
         entering: [r, d] the rows as they enter.
+        rank: of the batch: the rows, and those that were not found, as what is left of the entries counts them.
     """
 
     rows: list[Row]
     inputs: MaskedInputs
     told: Explanation
     entering: Tensor
+    rank: int
 
     def gradient(self, seen: Observation, entries: Entries, drawn: bool = False) -> Observation:
         """Return the observation with the gradient that these rows and signals make in place of the weight change.
@@ -84,9 +89,12 @@ class _Decoding:
         self.fitting = Fitting(seen, rng)
         self.most = int(_LARGEST_SHARE * model.width)
         self.rows: list[Row] = []
+        self.held = 0
+        self.missing = model.width
 
     def fit(self, inputs: MaskedInputs | None, beyond: int) -> LowRank | None:
-        """Return the low rank, with the rows found so far held fixed, and so many directions beyond it."""
+        """Return the low rank, with the rows found so far held fixed; see `Fitting.fit` for `beyond`."""
+        self.held = len(self.rows)
         if inputs is None or not self.rows:
             first = _PER_SENTENCE * (self.how.size or 1) + 1
             return Fitting(self.fitting.seen.unread(), self.rng).fit(self.most, first=first, beyond=beyond)
@@ -97,14 +105,53 @@ class _Decoding:
         clean, kept = torch.stack([row.clean for row in self.rows]), torch.stack([row.kept for row in self.rows])
         return Masked(inputs, clean, kept, self.how.rate, clean[:0] if others is None else others)
 
-    def look(self, inputs: MaskedInputs, effort: int) -> None:
-        """Find rows in the span, with so many times the tries at what was missed (0: not anew)."""
-        self.rows = find_rows(inputs, self.how, self.rng, self.rows)
-        for _ in range(effort):
-            if len(self.rows) >= inputs.span.rank:
+    def look(self, inputs: MaskedInputs, scale: Tensor, effort: int) -> None:
+        """Find rows in the span, with so many times the tries at what was missed."""
+        for turn in range(effort + 1):
+            before, missing = self.rows, self.missing
+            if turn:
+                self.rows = look_harder(inputs, self.how, self.rows, _EFFORT, self.rng)
+            else:
+                self.rows = find_rows(inputs, self.how, self.rng, self.rows)
+            if len(self.rows) > len(before):
+                self.choose(inputs, len(before))
+                self.drop(inputs, scale)
+                self.count(inputs)
+                if self.missing >= missing:
+                    self.rows, self.missing = before, missing  # what explains nothing was read wrongly
+            elif turn:
                 break
-            self.rows = look_harder(inputs, self.how, self.rows, _EFFORT, self.rng)
+            if self.missing == 0 or len(self.rows) >= inputs.span.rank:
+                break
+
+    def choose(self, inputs: MaskedInputs, known: int) -> None:
+        """Keep of the rows behind those known the nearest to the span: no more than may be missing, and no shadows.
+
+        The same token a position further on, under the same mask, is nearly the same row: of such two the one nearer
+        to the span was sent. Beside rows that are held fixed, several new ones of one token at one position are mostly
+        one row that was read differently.
+        """
+        far = inputs.span.residual(self.masked(inputs).rows()).tolist()
+        chosen: list[int] = []
+        places: list[tuple[int, int]] = []
+        for at in sorted(range(len(far)), key=far.__getitem__):
+            row, new = self.rows[at], at >= known
+            place = (row.token, row.position)
+            alike = [one for one in map(self.rows.__getitem__, chosen) if one.token == row.token]
+            shadow = any(
+                one.position != row.position and not inputs.differ(row.clean, row.kept, one.kept) for one in alike
+            )
+            if shadow or (new and (len(places) >= _SURE * self.missing or (self.held and place in places))):
+                continue
+            chosen.append(at)
+            places += [place] * new
+        self.rows = [self.rows[at] for at in sorted(chosen)]
+
+    def count(self, inputs: MaskedInputs) -> None:
+        """Count the directions that stand out of what the rows leave."""
         step(f"decode: {len(self.rows)} rows", len(self.rows), inputs.span.rank)
+        rows = self.masked(inputs).rows()
+        self.missing = self.fitting.missing(self.fitting.signals(rows, _COARSE[-1]), rows, _COARSE[-1])
 
     def beside(self, inputs: MaskedInputs, scale: Tensor) -> Masked:
         """Return the rows, and beside them the directions of the span that they leave."""
@@ -112,12 +159,11 @@ class _Decoding:
         inside = self.masked(inputs).rows() * scale @ basis
         return self.masked(inputs, torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (basis.T / scale))
 
-    def drop(self, masked: Masked) -> int:
-        """Drop the rows that the entries speak against, and return how many."""
-        pull = pulls(self.fitting, masked, _COARSE[-1])
+    def drop(self, inputs: MaskedInputs, scale: Tensor) -> None:
+        """Drop the rows that the entries speak against."""
+        pull = pulls(self.fitting, self.beside(inputs, scale), _COARSE[-1])
         wrong = (pull > _WRONG * pull.median()) & (pull > _WORST * pull.max()) & (pull > 1)
         self.rows = [row for row, bad in zip(self.rows, wrong.tolist(), strict=True) if not bad]
-        return int(wrong.sum())
 
     def keep(self, masks: Tensor) -> None:
         """Give the rows their mended masks; of those that were one row read twice the first stays."""
@@ -135,12 +181,30 @@ class _Decoding:
         missing = self.fitting.missing(left, masked.rows(), _COARSE[-1])
         if missing > _STRAY:
             return None
-        self.keep(mended(self.fitting, masked, FINE[1:], left)[0])
-        return self.told(inputs)
+        kept, left = mended(self.fitting, masked, FINE[1:], left)
+        self.missing = self.fitting.missing(left, replace(masked, kept=kept).rows(), _COARSE[-1], scaled=True)
+        count = len(self.rows)
+        self.keep(kept)
+        told = self.told(inputs, left if len(self.rows) == count else None)
+        if bool((idle := told.own < _IDLE).any()):
+            self.rows = [row for row, none in zip(self.rows, idle.tolist(), strict=True) if not none]
+            told = self.told(inputs, told.left[:, ~idle] / self.fitting.scale)
+        return told
 
-    def told(self, inputs: MaskedInputs) -> Explanation:
+    def ends(self, told: Explanation, stays: bool) -> bool:
+        """Say whether what is left is nothing that a row could explain.
+
+        Args:
+            told: what the rows explain.
+            stays: the last round found no row.
+        """
+        if told.whole:
+            return told.sharp or stays or self.missing == 0
+        return stays and self.missing == 0
+
+    def told(self, inputs: MaskedInputs, left: Tensor | None = None) -> Explanation:
         """Return what the rows explain as they are."""
-        return explain(self.fitting, self.masked(inputs), [row.position for row in self.rows], self.rng)
+        return explain(self.fitting, self.masked(inputs), [row.position for row in self.rows], self.rng, left)
 
 
 def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Generator) -> DecodedChange | None:
@@ -155,38 +219,32 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
     state = _Decoding(model, seen, how, rng)
     inputs: MaskedInputs | None = None
     told: Explanation | None = None
-    effort, beyond = 1, 0
-    for _ in range(_ROUNDS):
-        fit = state.fit(inputs, beyond)
-        if fit is None:
+    fit: LowRank | None = None
+    effort = 1
+    for turn in range(_ROUNDS):
+        if (new := state.fit(inputs, effort)) is None:
             break
+        fit = new
         span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost, fit.scale)
-        inputs = MaskedInputs(model, span, _NEAR, seen.rounded)
+        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)])
         before = len(state.rows)
-        state.look(inputs, effort)
-        found = len(state.rows)
-        if not found:
-            if beyond:
-                return None
-            beyond = max(2, int(_BEYOND * fit.rank))
-            continue
-        masked = state.beside(inputs, fit.scale)
-        dropped = state.drop(masked)
-        if dropped:
-            continue
-        told = state.explained(inputs) if found >= min(_NEARLY * fit.rank, _FEW) else None
-        if told is not None and told.whole:
+        state.look(inputs, fit.scale, effort)
+        stays = len(state.rows) == before
+        if not (stays and told is not None):
+            worth = state.missing == 0 or (state.missing <= _STRAY and (stays or len(state.rows) < _FEW))
+            told = state.explained(inputs) if worth else None
+        if told is not None and state.ends(told, stays):
             break
-        state.keep(mended(state.fitting, masked, _MIDDLE)[0])
-        if told is not None and found == before:
-            break  # what is left is nothing that a row could explain
-        if found < (1 + _SLOW) * before:
-            if found == before and effort >= _MOST_EFFORT:
-                break
-            effort += found == before
-            beyond = max(2, int(_BEYOND * fit.rank))
-    if inputs is None or not state.rows:
+        effort += stays
+        if effort > _MOST_EFFORT:
+            break
+        if 0 < len(state.rows) < _FEW and (told is None or not told.whole):
+            state.keep(mended(state.fitting, state.beside(inputs, fit.scale), _MIDDLE)[0])
+            told = None
+    if inputs is None or fit is None or not state.rows:
         return None
+    if told is None:
+        state.keep(mended(state.fitting, state.beside(inputs, fit.scale), _MIDDLE)[0])
     entering = state.masked(inputs).rows()
     if told is None or told.left.shape[1] != len(entering):
         told = state.told(inputs)
@@ -195,4 +253,5 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         inputs = MaskedInputs(
             model, Span(basis, torch.ones_like(basis[0]), len(entering), 1.0, 0, ()), rounded=seen.rounded
         )
-    return DecodedChange(state.rows, inputs, told, entering)
+    rank = len(entering) if told.whole else len(entering) + state.missing
+    return DecodedChange(state.rows, inputs, told, entering, rank)

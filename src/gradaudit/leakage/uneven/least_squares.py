@@ -19,10 +19,9 @@ def normal_matrices(rows: Tensor, weights: Tensor) -> Tensor:
     r = len(rows)
     one, other = torch.triu_indices(r, r, device=rows.device)
     packed = weights @ (rows[one] * rows[other]).T
-    out = packed.new_empty((len(weights), r, r))
-    out[:, one, other] = packed
-    out[:, other, one] = packed
-    return out
+    place = torch.empty((r, r), dtype=torch.long, device=rows.device)
+    place[one, other] = place[other, one] = torch.arange(len(one), device=rows.device)
+    return packed.index_select(1, place.view(-1)).view(len(weights), r, r)
 
 
 def inverses(matrices: Tensor, ridge: float) -> Tensor:
