@@ -113,6 +113,8 @@ class _Decoding:
                 self.rows = look_harder(inputs, self.how, self.rows, _EFFORT, self.rng)
             else:
                 self.rows = find_rows(inputs, self.how, self.rng, self.rows)
+            if len(self.rows) > inputs.span.rank:
+                self.rows = before  # the limit lets in more than can be there
             if len(self.rows) > len(before):
                 self.choose(inputs, len(before))
                 self.drop(inputs, scale)

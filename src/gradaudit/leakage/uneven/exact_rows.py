@@ -143,20 +143,23 @@ def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
             with_it = inputs.inputs(clean, all_kept, rate)
             without = with_it - inputs.slope(clean, all_kept, rate)
             typical = with_it.var(0)
+            pair = (with_it, without)
             for at in here:
-
-                def grown(others: Tensor, columns: Tensor, at: int = at) -> Tensor:
-                    pair = [t[others[:, None], columns] - rows[at, columns] for t in (with_it, without)]
-                    return torch.minimum(*[t.square() for t in pair]) @ energy[at, columns]
-
                 # what a few coordinates cost is a lower bound, by which most tokens are told
                 few = (energy[at] * typical).topk(min(_TELLING, len(typical))).indices
                 others = torch.arange(len(ids), device=energy.device)
-                others = others[grown(others, few) < least]
+                others = others[_grown(pair, others, few, rows[at], energy[at]) < least]
                 others = others[(clean[others] != masked.clean[at]).any(1)]
                 if len(others):
-                    least = min(least, float(grown(others, torch.arange(len(typical), device=energy.device)).min()))
+                    whole = torch.arange(len(typical), device=energy.device)
+                    least = min(least, float(_grown(pair, others, whole, rows[at], energy[at]).min()))
     return least
+
+
+def _grown(pair: tuple[Tensor, Tensor], others: Tensor, columns: Tensor, row: Tensor, energy: Tensor) -> Tensor:
+    """Return the growth of chi^2 in some columns by each of other tokens in a row's place, kept or not as suits it."""
+    apart = [(t[others[:, None], columns] - row[columns]).square() for t in pair]
+    return torch.minimum(apart[0], apart[1]) @ energy[columns]
 
 
 @dataclass(frozen=True)

@@ -257,8 +257,7 @@ class Fitting:
         fit = left @ rows
         weights = self.weights(fit, floor)
         rest, noise = (
-            torch.linalg.svdvals(_evened(t))
-            for t in (weights.sqrt() * (self.target - fit), self.noise(fit, weights))
+            torch.linalg.svdvals(_evened(t)) for t in (weights.sqrt() * (self.target - fit), self.noise(fit, weights))
         )
         size = (rest.median() / noise.median()).clamp(max=1) if scaled else 1.0
         return int((rest > _EDGE * noise[0] * size).sum())
