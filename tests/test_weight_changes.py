@@ -130,6 +130,20 @@ def test_the_fit_finds_rank_and_row_space_and_says_how_far_off_it_is(seed: int):
     assert ((off / expected) > 0.3).all()
 
 
+def test_lines_and_columns_of_outliers_are_fitted_like_the_others():
+    """Most entries of a loud line are signs only, and those of a faint one are known best."""
+    seen, rows, gradient = made(1, 6)
+    rng = torch.Generator().manual_seed(5)
+    loud = [torch.exp(2 * torch.randn(size, generator=rng, dtype=torch.float64)) for size in ((120, 1), (1, 48))]
+    gradient, rows = gradient * loud[0] * loud[1], rows * loud[1]
+    seen = replace(seen, sent=seen.step.sent(gradient) + seen.spread * torch.randn((120, 48), generator=rng).double())
+    found = Fitting(seen, torch.Generator().manual_seed(9)).fit(40, first=6)
+    assert found is not None
+    assert found.rank <= 12, "33 in one unit for all"
+    unit = torch.nn.functional.normalize(rows * found.scale, dim=1)
+    assert (unit - unit @ found.basis @ found.basis.T).norm(dim=1).max() < 0.1
+
+
 def test_noise_alone_has_no_rank():
     rng = torch.Generator().manual_seed(2)
     noise = torch.randn((120, 48), generator=rng, dtype=torch.float64)
@@ -141,7 +155,8 @@ def test_noise_alone_has_no_rank():
 def test_known_rows_sharpen_the_others():
     seen, rows, _ = made(0, 6)
     rng = torch.Generator().manual_seed(9)
-    plain, given = (Fitting(seen, rng).fit(40, known, first) for known, first in ((None, 6), (rows[:4], 0)))
+    fitting = Fitting(seen, rng)
+    plain, given = fitting.fit(40, None, 6), fitting.fit(40, rows[:4] / fitting.columns, 0)
     assert plain is not None
     assert given is not None
     off = []
@@ -158,8 +173,9 @@ def test_signals_are_the_best_fit_of_values_and_bounds(extreme: float):
     seen, rows, gradient = made(0, 6)
     seen = replace(seen, sent=seen.step.sent(extreme * gradient))
     fitting = Fitting(seen, torch.Generator())
-    left = fitting.signals(rows, 0.01, fitting.signals(rows, 0.3))
-    off = (seen.sent - seen.step.sent(left @ rows * fitting.scale)) / seen.error(left @ rows * fitting.scale)
+    rows = rows / fitting.columns
+    gradient = fitting.signals(rows, 0.01, fitting.signals(rows, 0.3)) @ rows * fitting.unit
+    off = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient)
     assert off.square().mean() < 1.0
     assert (fitting.known.double().mean() < 0.9) == (extreme > 1)
 
@@ -191,7 +207,8 @@ def masked_and_sent(seed: int = 4, known: int = 6) -> tuple[Fitting, Masked, tor
     step = AdamStep()
     sent = step.sent(gradient) + spread * torch.randn(gradient.shape, generator=rng, dtype=torch.float64)
     fitting = Fitting(Entries(sent, spread, step, {"0.q": 120}), rng)
-    return fitting, Masked(Inputs(words), words[:known], kept[:known], 0.0, rows[known:]), rows
+    others = rows[known:] / fitting.columns
+    return fitting, Masked(Inputs(words), words[:known], kept[:known], 0.0, others, fitting.columns), rows
 
 
 def test_right_rows_explain_every_entry_and_wrong_ones_do_not():

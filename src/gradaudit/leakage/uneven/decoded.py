@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder
+from gradaudit.leakage.decoding.past import WordSignals
+from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder, whole_rows
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, pulls
@@ -73,6 +74,27 @@ class DecodedChange:
         signals = self.told.left + self.told.noise if drawn else self.told.left
         return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.entering))
 
+    def words(self, model: TextModel, entries: Entries) -> WordSignals | None:
+        """Return what came back to the queries and keys of rows that no dropout touched; None where it was not seen.
+
+        Args:
+            model: the model.
+            entries: of its block 0.
+        """
+        views = [model.views(0, role)[0].name for role in "qk"]
+        if not set(views) <= set(entries.groups):
+            return None
+        # what is not explained lies on the signals, too
+        errors = entries.parts(self.told.error * max(1.0, self.told.chi2) ** 0.5)
+        signals = entries.parts(self.told.left)
+        sent = [model.project(0, role, self.entering) for role in "qk"]
+        toward, unsure = (
+            [part[view].T.reshape(like.shape) for view, like in zip(views, sent, strict=True)]
+            for part in (signals, errors)
+        )
+        places = [row.position for row in self.rows] if model.absolute_positions else None
+        return WordSignals(toward[0], toward[1], unsure[0], unsure[1], sent[0], sent[1], model.family.turned, places)
+
 
 class _Decoding:
     """Rows of a weight change in the making.
@@ -92,6 +114,11 @@ class _Decoding:
         self.held = 0
         self.missing = model.width
 
+    @property
+    def whole(self) -> bool:
+        """Say whether no row was masked."""
+        return self.how.rate == 0
+
     def fit(self, inputs: MaskedInputs | None, beyond: int) -> LowRank | None:
         """Return the low rank, with the rows found so far held fixed; see `Fitting.fit` for `beyond`."""
         self.held = len(self.rows)
@@ -103,13 +130,15 @@ class _Decoding:
     def masked(self, inputs: MaskedInputs, others: Tensor | None = None) -> Masked:
         """Return the rows with their masks, and directions beside them."""
         clean, kept = torch.stack([row.clean for row in self.rows]), torch.stack([row.kept for row in self.rows])
-        return Masked(inputs, clean, kept, self.how.rate, clean[:0] if others is None else others)
+        return Masked(inputs, clean, kept, self.how.rate, clean[:0] if others is None else others, self.fitting.columns)
 
     def look(self, inputs: MaskedInputs, scale: Tensor, effort: int) -> None:
         """Find rows in the span, with so many times the tries at what was missed."""
         for turn in range(effort + 1):
             before, missing = self.rows, self.missing
-            if turn:
+            if self.whole:
+                self.rows = whole_rows(inputs, self.how, self.rows)
+            elif turn:
                 self.rows = look_harder(inputs, self.how, self.rows, _EFFORT, self.rng)
             else:
                 self.rows = find_rows(inputs, self.how, self.rng, self.rows)
@@ -123,7 +152,7 @@ class _Decoding:
                     self.rows, self.missing = before, missing  # what explains nothing was read wrongly
             elif turn:
                 break
-            if self.missing == 0 or len(self.rows) >= inputs.span.rank:
+            if self.missing == 0 or len(self.rows) >= inputs.span.rank or self.whole:
                 break
 
     def choose(self, inputs: MaskedInputs, known: int) -> None:
@@ -133,14 +162,14 @@ class _Decoding:
         to the span was sent. Beside rows that are held fixed, several new ones of one token at one position are mostly
         one row that was read differently.
         """
-        far = inputs.span.residual(self.masked(inputs).rows()).tolist()
+        far = inputs.span.residual(self.masked(inputs).entering()).tolist()
         chosen: list[int] = []
         places: list[tuple[int, int]] = []
         for at in sorted(range(len(far)), key=far.__getitem__):
             row, new = self.rows[at], at >= known
             place = (row.token, row.position)
             alike = [one for one in map(self.rows.__getitem__, chosen) if one.token == row.token]
-            shadow = any(
+            shadow = not self.whole and any(
                 one.position != row.position and not inputs.differ(row.clean, row.kept, one.kept) for one in alike
             )
             if shadow or (new and (len(places) >= _SURE * self.missing or (self.held and place in places))):
@@ -158,8 +187,9 @@ class _Decoding:
     def beside(self, inputs: MaskedInputs, scale: Tensor) -> Masked:
         """Return the rows, and beside them the directions of the span that they leave."""
         basis = inputs.span.basis
-        inside = self.masked(inputs).rows() * scale @ basis
-        return self.masked(inputs, torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (basis.T / scale))
+        inside = self.masked(inputs).entering() * scale @ basis
+        left = torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (basis.T / scale)
+        return self.masked(inputs, left / self.fitting.columns)
 
     def drop(self, inputs: MaskedInputs, scale: Tensor) -> None:
         """Drop the rows that the entries speak against."""
@@ -175,22 +205,33 @@ class _Decoding:
         }
         self.rows = list(reversed(rows.values()))
 
+    def mended(self, masked: Masked, floors: tuple[float, ...], left: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the masks with the bits exchanged that explain the entries better, and the signals; see `mended`."""
+        if not self.whole:
+            return mended(self.fitting, masked, floors, left)
+        for floor in floors:
+            left = self.fitting.signals(masked.rows(), floor, left)
+        assert left is not None
+        return masked.kept, left
+
     def explained(self, inputs: MaskedInputs) -> Explanation | None:
         """Return what the rows explain with masks mended to the last bit, which they keep; None where some miss."""
         masked = self.masked(inputs)
-        kept, left = mended(self.fitting, masked, _COARSE)
+        kept, left = self.mended(masked, _COARSE)
         masked = replace(masked, kept=kept)
         missing = self.fitting.missing(left, masked.rows(), _COARSE[-1])
         if missing > _STRAY:
             return None
-        kept, left = mended(self.fitting, masked, FINE[1:], left)
+        kept, left = self.mended(masked, FINE[1:], left)
         self.missing = self.fitting.missing(left, replace(masked, kept=kept).rows(), _COARSE[-1], scaled=True)
         count = len(self.rows)
         self.keep(kept)
         told = self.told(inputs, left if len(self.rows) == count else None)
         if bool((idle := told.own < _IDLE).any()):
             self.rows = [row for row, none in zip(self.rows, idle.tolist(), strict=True) if not none]
-            told = self.told(inputs, told.left[:, ~idle] / self.fitting.scale)
+            if not self.rows:
+                return None
+            told = self.told(inputs, told.left[:, ~idle] / self.fitting.lines)
         return told
 
     def ends(self, told: Explanation, stays: bool) -> bool:
@@ -241,13 +282,13 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         if effort > _MOST_EFFORT:
             break
         if 0 < len(state.rows) < _FEW and (told is None or not told.whole):
-            state.keep(mended(state.fitting, state.beside(inputs, fit.scale), _MIDDLE)[0])
+            state.keep(state.mended(state.beside(inputs, fit.scale), _MIDDLE)[0])
             told = None
     if inputs is None or fit is None or not state.rows:
         return None
     if told is None:
-        state.keep(mended(state.fitting, state.beside(inputs, fit.scale), _MIDDLE)[0])
-    entering = state.masked(inputs).rows()
+        state.keep(state.mended(state.beside(inputs, fit.scale), _MIDDLE)[0])
+    entering = state.masked(inputs).entering()
     if told is None or told.left.shape[1] != len(entering):
         told = state.told(inputs)
     if told.whole:
