@@ -28,8 +28,10 @@ _PLACES, _BENT = 8, 0.5
 """Most places of one word that are told apart by its query, and the share of a head's coordinates that they may take:
 of many places some explain anything."""
 
-_DEEP, _BEAM = 6, 8
+_DEEP, _BEAM = 6, 32
 """Open words tried one behind the other, and how many such runs are followed behind each sentence so far."""
+_HEARD = 0.1
+"""Largest error of a silent word as a share of the other words' signals: above it, nothing came back is not known."""
 _SHARP, _APART = 10.0, 2.0
 """The place that explains a signal leaves a tenth of it at most, and the next best one is so far above the limit."""
 
@@ -132,6 +134,12 @@ class WordSignals:
         """Return [W] bool: words whose query got no signal back, which are first words and nothing else."""
         return torch.tensor([self.whole(word) < 1 for word in range(len(self.queries))])
 
+    def heard(self, word: int) -> bool:
+        """Say whether a silent word's signal is known well enough: another word's would have shown."""
+        others = self.toward_queries[~self.silent()].square().mean((1, 2)).sqrt()
+        error = float(self.query_errors[word].square().mean().sqrt())
+        return len(others) > 0 and error < _HEARD * float(others.median())
+
 
 def _limit(free: int) -> float:
     return _SLACK + _DEVIATIONS * math.sqrt(2 / max(free, 1))
@@ -183,10 +191,11 @@ class Tree:
         A word whose query got nothing back may be a first one, or one that was hardly heard: where it stands alone, it
         may end any sentence.
         """
-        if len(sentence) < 2 or any(len(other) < 2 for other in self.sentences()):
+        if len(sentence) < 2 or any(len(other) < 2 for other in self.sentences()) or not self.told.heard(sentence[0]):
             return False
         last = self.last(sentence)
-        for word in sentence[1:-1] if last else sentence[1:]:
+        # that the first word is one shows in what the next ones were made of
+        for word in sentence[1:-1] if last and len(sentence) > 2 else sentence[1:]:
             if word in self.open_ or not self.told.needed(word, self.places[word]):
                 return False
         return last or self.told.ends(sentence[-1], [()])[0] < 1
