@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradaudit.leakage.decoding.rows import MaskedInputs
 from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices, solved
-from gradaudit.leakage.uneven.low_rank import EVERY, Fitting, Part
+from gradaudit.leakage.uneven.weighted import EVERY, Part, Weighted
 
 EXPLAINED = 1.1
 """Entries are explained up to their own errors below this chi^2 per degree of freedom: right rows leave 0.8 to 1.01
@@ -102,7 +102,7 @@ class Masked:
 
 
 def explain(
-    fitting: Fitting, masked: Masked, positions: Sequence[int], rng: torch.Generator, left: Tensor | None = None
+    fitting: Weighted, masked: Masked, positions: Sequence[int], rng: torch.Generator, left: Tensor | None = None
 ) -> Explanation:
     """Return the signals that explain the entries best by these rows alone, and what they leave.
 
@@ -188,7 +188,7 @@ class _Judged:
 
 
 def _judged(
-    fitting: Fitting, masked: Masked, floor: float, left: Tensor | None, columns: Tensor | None = None
+    fitting: Weighted, masked: Masked, floor: float, left: Tensor | None, columns: Tensor | None = None
 ) -> _Judged:
     """Judge every mask bit by the signals that the *other* columns fix.
 
@@ -244,7 +244,7 @@ def _judged(
     return _Judged(gain, pull, energies, left)
 
 
-def _costs(fitting: Fitting, fits: Tensor, unsure: Tensor, floor: float, part: Part) -> Tensor:
+def _costs(fitting: Weighted, fits: Tensor, unsure: Tensor, floor: float, part: Part) -> Tensor:
     """Return [k] the squares that each of some fits [n, k] of one column leaves.
 
     Args:
@@ -258,7 +258,7 @@ def _costs(fitting: Fitting, fits: Tensor, unsure: Tensor, floor: float, part: P
     return (seen / (1 + seen * unsure) * (fitting.target[part] - fits).square()).sum(0)
 
 
-def pulls(fitting: Fitting, masked: Masked, floor: float) -> Tensor:
+def pulls(fitting: Weighted, masked: Masked, floor: float) -> Tensor:
     """Return [f] how far each row is from what the entries say of it, far more of a wrong row than of the right ones.
 
     Args:
@@ -271,7 +271,7 @@ def pulls(fitting: Fitting, masked: Masked, floor: float) -> Tensor:
 
 
 def mended(
-    fitting: Fitting, masked: Masked, floors: tuple[float, ...] = FINE, left: Tensor | None = None
+    fitting: Weighted, masked: Masked, floors: tuple[float, ...] = FINE, left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the masks, [f, d] bool, with the bits exchanged that explain the entries better, and the signals.
 
@@ -306,7 +306,7 @@ def mended(
     return masked.kept, left
 
 
-def _others(fitting: Fitting, masked: Masked, floor: float, left: Tensor) -> Tensor:
+def _others(fitting: Weighted, masked: Masked, floor: float, left: Tensor) -> Tensor:
     """Return the directions of rows that are not known, found anew beside the known rows."""
     rows, count = masked.rows(), len(masked.clean)
     weights = fitting.weights(left @ rows, floor).T.contiguous()

@@ -4,8 +4,7 @@ The gradient of a matrix is D^T X, of rank b (tokens). Entries known to one part
 which the sign and a bound are known; there are many more of the former than unknowns. Least squares weighted by what is
 known, on both factors at once: Gauss-Newton steps by conjugate gradients, with each factor's own normal matrices as the
 preconditioner. Weights start even and become uneven by stages, since true ones differ by 1e12 and a start that trusts
-them ends in the next valley. Even means: in units of the entry's own line and column, which differ by a thousand where
-a few coordinates and tokens have outliers (SmolLM2: in one unit for all, a fit of 6 tokens stays 0.9 off for good).
+them ends in the next valley.
 
 The rank need not be known. What a fit leaves, weighted, is white where its rank is that of the batch; a direction that
 is missing stands out of the spectrum of drawn noise (`Fitting.missing`: 128 over 34 with one of 29 missing), and one
@@ -18,13 +17,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.uneven.entries import Entries
-from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.progress import step as told
-
-Part = tuple[slice | Tensor, slice | Tensor]
-EVERY = slice(None)
-EVERYTHING: Part = (EVERY, EVERY)
-"""Lines and columns of the entries."""
 
 FLOORS = (0.3, 0.1, 0.03, 0.01)
 """Stages: what is added to each entry's error, in units of its line and column. Rows decode at the last; what is finer
@@ -65,14 +60,6 @@ _NO_ERROR = 1e-12
 """Where all rows are held fixed no direction has an error."""
 _MOST_SCALED = 30.0
 """Coordinates are scaled by at most this."""
-_LINE_TURNS, _LINE_TRIES, _LINE_ENOUGH = 20, 4, 1e-3
-"""Lines are solved anew until they gain less than this share, each step cut to a third where it gains nothing."""
-_LINE_RIDGE = 1e-13
-_WIDE = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
-"""Floors through which signals are found from nothing. Lines of which six in seven entries are bounds end in a valley
-where the first is 0.03 (SmolLM2, 1e-5: 5 of 960 lines, and a chi^2 of 3 million)."""
-_POLISHES = 4
-"""Turns of medians over lines and over columns until their units settle."""
 
 
 @dataclass(frozen=True)
@@ -94,22 +81,6 @@ class LowRank:
     def rank(self) -> int:
         """How many directions."""
         return self.basis.shape[1]
-
-
-def _units(gradient: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the units of lines [n, 1] and of columns [d]: their product is the size of a typical entry.
-
-    Args:
-        gradient: [n, d].
-        seen: [n, d] bool, entries of which something is known.
-    """
-    size = torch.where(seen & (gradient != 0), gradient.abs().log(), torch.nan)
-    size = torch.where(size.isnan().all(1, keepdim=True) | size.isnan().all(0), size.nanmedian(), size)
-    lines, columns = torch.zeros_like(size[:, :1]), torch.zeros_like(size[0])
-    for _ in range(_POLISHES):
-        lines = (size - columns).nanmedian(1, keepdim=True).values
-        columns = (size - lines).nanmedian(0).values
-    return lines.exp(), columns.exp()
 
 
 def _balanced(left: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,10 +150,8 @@ def _evened(rest: Tensor) -> Tensor:
     return rest
 
 
-class Fitting:
+class Fitting(Weighted):
     """A weighted low-rank fit in the making.
-
-    Rows count in the units of the columns, signals in those of the lines, [r, d] and [n, r]: known rows are given so.
 
     Args:
         seen: the entries.
@@ -190,83 +159,10 @@ class Fitting:
     """
 
     def __init__(self, seen: Entries, rng: torch.Generator) -> None:
-        self.seen, self._rng = seen, rng
-        gradient, self.known = seen.step.behind(seen.sent, seen.spread)
-        self.there = seen.spread < seen.sent.abs().max()
-        self.lines, self.columns = _units(gradient, self.there)
-        self.unit = self.lines * self.columns
-        self._own = seen.own(gradient) / self.unit
-        self.target = gradient / self.unit
+        super().__init__(seen)
+        self._rng = rng
         error = self.deviation(self.target)[self.there].median()
         self._floors = (*FLOORS, _EXACT) if float(error) < _EXACT**2 else FLOORS
-
-    def deviation(self, fit: Tensor, part: Part = EVERYTHING) -> Tensor:
-        """Return the standard deviation of each entry of the target beside a fit, [n, d], both in units.
-
-        The error is y's, and the line through fit and target brings it to the gradient: squares of what is left are
-        then those of y itself, however far the fit is.
-
-        Args:
-            fit: [n, d].
-            part: lines and columns that the fit is of.
-        """
-        unit = self.unit[part]
-        slope = self.seen.step.secant(self.target[part] * unit, fit * unit)
-        return (self.seen.spread[part] / (slope * unit)).hypot(self._own[part])
-
-    def weights(self, fit: Tensor, floor: float, part: Part = EVERYTHING) -> Tensor:
-        """Return one over the variance of each entry of the target, [n, d].
-
-        A saturated entry is a bound: it weighs nothing where the fit lies beyond.
-
-        Args:
-            fit: [n, d] in units.
-            floor: added to the error.
-            part: lines and columns that the fit is of.
-        """
-        target = self.target[part]
-        weights = 1 / (self.deviation(fit, part).square() + floor**2)
-        beyond = ~self.known[part] & (fit * target.sign() >= target.abs())
-        return torch.where(beyond, torch.zeros_like(weights), weights)
-
-    def signals(self, rows: Tensor, floor: float, left: Tensor | None = None) -> Tensor:
-        """Return [n, r], what comes back to rows that are held fixed: the best fit line by line.
-
-        Args:
-            rows: [r, d].
-            floor: added to each entry's error.
-            left: to start from; None for a fit that takes bounds for values.
-        """
-        if left is None:
-            weights = 1 / (self.deviation(self.target).square() + floor**2 + (~self.known * self.target).square())
-            left = solved(rows, weights, weights * self.target)
-            for wide in (w for w in _WIDE if w > floor):
-                left = self.signals(rows, wide, left)
-        left = left.clone()
-        open_ = torch.arange(len(left), device=left.device)
-        fit = left @ rows
-        weights = self.weights(fit, floor)
-        cost = (weights * (self.target - fit).square()).sum(1)
-        for _ in range(_LINE_TURNS):
-            # bounds come into force and go while a line settles: each is taken only so far as it gains
-            pull = (weights * (self.target[open_] - left[open_] @ rows)) @ rows.T
-            move, far = against(normal_matrices(rows, weights), pull, _LINE_RIDGE), torch.ones_like(cost)
-            for _ in range(_LINE_TRIES):
-                new = left[open_] + far[:, None] * move
-                now_fit = new @ rows
-                now_weights = self.weights(now_fit, floor, (open_, EVERY))
-                now = (now_weights * (self.target[open_] - now_fit).square()).sum(1)
-                worse = now > cost
-                if not bool(worse.any()):
-                    break
-                far = torch.where(worse, far / 3, far)
-            better = now < cost
-            left[open_[better]] = new[better]
-            gained = better & (now < (1 - _LINE_ENOUGH) * cost - _LINE_ENOUGH)
-            open_, weights, cost = open_[gained], now_weights[gained], now[gained]
-            if len(open_) == 0:
-                break
-        return left
 
     def noise(self, fit: Tensor, weights: Tensor) -> Tensor:
         """Return a draw of what is left of the entries around a fit, weighted: [n, d]."""
