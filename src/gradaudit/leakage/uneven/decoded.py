@@ -275,7 +275,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         stays = len(state.rows) == before
         if not (stays and told is not None):
             worth = state.missing == 0 or (state.missing <= _STRAY and (stays or len(state.rows) < _FEW))
-            told = state.explained(inputs) if worth else None
+            told = state.explained(inputs) if worth and state.rows else None
         if told is not None and state.ends(told, stays):
             break
         effort += stays
