@@ -114,9 +114,10 @@ def explain(
         left: [n, r] signals to start from, in units of the lines; None for a start from nothing, floor by floor.
     """
     seen, rows = fitting.seen, masked.rows()
-    for floor in FINE if left is None else FINE[-1:]:
+    for floor in FINE if left is None else ():
         left = fitting.signals(rows, floor, left)
     assert left is not None
+    left = fitting.freed(rows, FINE[-1], left)
     weights = fitting.weights(left @ rows, FINE[-1])
     gradient = left @ rows * fitting.unit
     off = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient)

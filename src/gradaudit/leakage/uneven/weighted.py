@@ -105,11 +105,15 @@ class Weighted:
             left: to start from; None for a fit that takes bounds for values.
         """
         every = torch.arange(len(self.target), device=rows.device)
-        left, cost = (
-            self._descended(rows, floor, every, _WIDE) if left is None else self._settled(rows, floor, left, every)
-        )
+        if left is None:
+            return self._descended(rows, floor, every, _WIDE)[0]
+        return self._settled(rows, floor, left, every)[0]
+
+    def freed(self, rows: Tensor, floor: float, left: Tensor) -> Tensor:
+        """Return signals with those lines found again that are stuck; see `signals`."""
+        left, cost = self._settled(rows, floor, left, torch.arange(len(left), device=left.device))
         stuck = torch.where(cost > _STUCK * cost.median())[0]
-        if 0 < len(stuck) <= _FEW_STUCK * len(every):
+        if 0 < len(stuck) <= _FEW_STUCK * len(cost):
             again, lower = self._descended(rows, floor, stuck, _WIDE_AND_FINE)
             better = lower < cost[stuck]
             left[stuck[better]] = again[better]
