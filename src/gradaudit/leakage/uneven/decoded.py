@@ -1,5 +1,6 @@
 """The rows of a batch from entries that are known unevenly: fit, decode, judge, and fit again with what was decoded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, pulls
 from gradaudit.leakage.uneven.low_rank import FLOORS, Fitting, LowRank
+from gradaudit.leakage.uneven.overlooked import Candidate, overlooked
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import Observation
@@ -40,6 +42,8 @@ _EFFORT, _MOST_EFFORT = 3, 3
 _MIDDLE = (0.03, 0.01, 1e-3)
 _WRONG, _WORST = 6.0, 0.3
 """A row whose pull is so many times the median one is wrong, with those that pull at least so much as the worst."""
+_LOUD = 0.3
+"""Words that explain this share of what the best one does are taken with it: others are its likenesses."""
 _IDLE = 3.0
 """A row whose signals each explain less than so many squared errors is none: chance makes 1, the weakest true row of
 116 19 (MiniLM, 1e-5)."""
@@ -184,6 +188,37 @@ class _Decoding:
         rows = self.masked(inputs).rows()
         self.missing = self.fitting.missing(self.fitting.signals(rows, _COARSE[-1]), rows, _COARSE[-1])
 
+    def listen(self, inputs: MaskedInputs) -> None:
+        """Add rows that what is left speaks for, as long as that makes fewer missing; see `overlooked`."""
+        never = self.model.special.ids - {*self.model.special.prefix, *self.model.special.suffix}
+        every = [t for t in range(self.model.vocabulary_size) if t not in never]
+        ids = torch.tensor(every, device=inputs.basis.device)
+        while 0 < self.missing <= _STRAY:
+            before, missing, masked = self.rows, self.missing, self.masked(inputs)
+            left = self.fitting.signals(masked.rows(), _COARSE[-1])
+            last = max(row.position for row in before) + 1 if self.model.absolute_positions else 0
+            places = range(min(last + 1, self.how.max_length, self.model.max_length))
+            heard = overlooked(self.fitting, masked, left, _COARSE[-1], places, ids)
+            loud = [one for one in heard if one.gain > max(_IDLE, _LOUD * heard[0].gain)]
+            copies = 1 if self.whole or len(loud) > 1 else self.copies(loud)
+            self.rows = before + [self.drawn(inputs, one, copies > 1) for one in loud[:missing] for _ in range(copies)]
+            self.keep(self.mended(self.masked(inputs), _COARSE)[0])
+            self.count(inputs)
+            if self.missing >= missing:
+                self.rows, self.missing = before, missing
+                return
+
+    def copies(self, loud: Sequence[Candidate]) -> int:
+        """Return how many rows more may be the one word's that is heard."""
+        known = sum((row.token, row.position) == (one.token, one.position) for one in loud for row in self.rows)
+        return max(1, min(self.missing, (self.how.size or self.missing + known) - known))
+
+    def drawn(self, inputs: MaskedInputs, one: Candidate, masked: bool) -> Row:
+        """Return a candidate's row, under a mask drawn at random where several are begun that must differ."""
+        clean = inputs.clean(one.position, torch.tensor([one.token], device=inputs.basis.device))[0]
+        kept = torch.rand(clean.shape, generator=self.rng) >= self.how.rate * masked
+        return Row(one.token, one.position, kept.to(clean.device), clean)
+
     def beside(self, inputs: MaskedInputs, scale: Tensor) -> Masked:
         """Return the rows, and beside them the directions of the span that they leave."""
         basis = inputs.span.basis
@@ -272,6 +307,8 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)])
         before = len(state.rows)
         state.look(inputs, fit.scale, effort)
+        if state.rows:
+            state.listen(inputs)
         stays = len(state.rows) == before
         if not (stays and told is not None):
             worth = state.missing == 0 or (state.missing <= _STRAY and (stays or len(state.rows) < _FEW))
