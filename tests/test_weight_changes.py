@@ -18,6 +18,7 @@ from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, pulls
 from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
 from gradaudit.leakage.uneven.low_rank import Fitting
+from gradaudit.leakage.uneven.overlooked import overlooked
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -196,19 +197,62 @@ class Inputs(MaskedInputs):
         return clean
 
 
-def masked_and_sent(seed: int = 4, known: int = 6) -> tuple[Fitting, Masked, torch.Tensor]:
-    """Return a gradient of six masked words as AdamW shows it, the first rows with their masks, and all that enter."""
+def masked_and_sent(seed: int = 4, known: int = 6, faint: float = 1.0) -> tuple[Fitting, Masked, torch.Tensor]:
+    """Return a gradient of six masked words as AdamW shows it, the first rows with their masks, and all that enter.
+
+    Of the last word so much less came back.
+    """
     rng = torch.Generator().manual_seed(seed)
     words = torch.randn((40, 48), generator=rng, dtype=torch.float64)
     kept = torch.rand((6, 48), generator=rng) > 0.1
     rows = words[:6] * kept
-    gradient = 3e-6 * torch.randn((120, 6), generator=rng, dtype=torch.float64) @ rows
+    signals = 3e-6 * torch.randn((120, 6), generator=rng, dtype=torch.float64)
+    signals[:, 5] *= faint
+    gradient = signals @ rows
     spread = torch.full_like(gradient, 1e-4)
     step = AdamStep()
     sent = step.sent(gradient) + spread * torch.randn(gradient.shape, generator=rng, dtype=torch.float64)
     fitting = Fitting(Entries(sent, spread, step, {"0.q": 120}), rng)
     others = rows[known:] / fitting.columns
     return fitting, Masked(Inputs(words), words[:known], kept[:known], 0.0, others, fitting.columns), rows
+
+
+def test_a_word_that_no_direction_shows_is_heard_in_what_the_others_leave():
+    fitting, masked, rows = masked_and_sent(known=5, faint=3e-4)
+    masked = replace(masked, others=rows[:0])
+    left = fitting.signals(masked.rows(), 0.0)
+    assert fitting.missing(left, masked.rows(), 0.0) == 0, "it stands out by itself"
+    heard = overlooked(fitting, masked, left, 0.0, [0], torch.arange(40))
+    assert heard[0].token == 5
+    assert heard[0].gain > 1.3
+    assert torch.tensor([one.gain for one in heard[1:] if one.token > 5]).mean() == pytest.approx(1.0, abs=0.1), (
+        "chance"
+    )
+
+
+def test_words_are_not_heard_where_none_is_missing():
+    fitting, masked, _ = masked_and_sent()
+    heard = overlooked(fitting, masked, fitting.signals(masked.rows(), 0.0), 0.0, [0], torch.arange(6, 40))
+    assert heard[0].gain < 1.5
+    assert torch.tensor([one.gain for one in heard]).mean() == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_line_in_the_wrong_valley_is_found_again():
+    """Of a line of bounds, nearly, no step leads back from the wrong side."""
+    seen, rows, gradient = made(16, 12)
+    gradient[8] *= 300
+    fitting = Fitting(replace(seen, sent=seen.step.sent(gradient)), torch.Generator())
+    rows = rows / fitting.columns
+
+    def cost(left: torch.Tensor) -> float:
+        fit = left @ rows
+        return float((fitting.weights(fit, 0.0) * (fitting.target - fit).square())[8].sum())
+
+    start = fitting.signals(rows, 0.0)
+    start[8] *= -100
+    stuck = fitting.signals(rows, 0.0, start)
+    assert cost(stuck) > 1e4
+    assert cost(fitting.freed(rows, 0.0, stuck)) < 1
 
 
 def test_right_rows_explain_every_entry_and_wrong_ones_do_not():

@@ -22,6 +22,8 @@ _WORDS = 4096
 _CLOSER = 64
 """Candidates whose every line is measured; the others by one line of mean weights."""
 _RIDGE = 1e-12
+_OWN = 1e-6
+"""A word of which the known rows make all but this share has no part of its own, and gains nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ def overlooked(
     rows = masked.rows()
     fit = left @ rows
     weights = fitting.weights(fit, floor)
+    inverse = inverses(normal_matrices(rows, weights), _RIDGE)
     pull = weights * (fitting.target - fit)
+    # signals settle to a thousandth; what the rows still explain would count for words that are like them
+    pull = pull - weights * ((inverse @ (pull @ rows.T)[..., None])[..., 0] @ rows)
     mean = weights.mean(0)
     beside = torch.linalg.qr((rows * mean.sqrt()).T).Q
     rough: list[tuple[float, int, int]] = []
@@ -67,16 +72,16 @@ def overlooked(
             explained = ((pulling @ x.T.float()).square() / (single @ x.T.float().square())).mean(0).double()
             size = x.square() @ mean
             own = size - ((x * mean.sqrt()) @ beside).square().sum(1)
-            gains, at = (explained * size / own.clamp_min(1e-9 * size)).topk(min(_CLOSER, len(some)))
+            gains, at = (explained * torch.where(own > _OWN * size, size / own, 0.0)).topk(min(_CLOSER, len(some)))
             rough += [(g, t, position) for g, t in zip(gains.tolist(), some[at].tolist(), strict=True)]
     rough = sorted(rough, reverse=True)[:_CLOSER]
-    inverse = inverses(normal_matrices(rows, weights), _RIDGE)
     found = []
     for _, token, position in rough:
         x = _whole(masked, position, torch.tensor([token], device=ids.device))[0]
         cross = (weights * x) @ rows.T
         own = weights @ x.square() - torch.einsum("nr,nrs,ns->n", cross, inverse, cross)
-        found.append(Candidate(float(((pull @ x).square() / own.clamp_min(1e-300)).mean()), token, position))
+        own = torch.where(own > _OWN * (weights @ x.square()), own, torch.inf)
+        found.append(Candidate(float(((pull @ x).square() / own).mean()), token, position))
     return sorted(found, key=lambda one: -one.gain)
 
 
