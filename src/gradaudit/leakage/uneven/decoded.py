@@ -208,7 +208,8 @@ class _Decoding:
             heard = overlooked(self.fitting, masked, left, _COARSE[-1], places, ids)
             loud = [one for one in heard if one.gain > max(_IDLE, _LOUD * heard[0].gain)]
             copies = 1 if self.whole or len(loud) > 1 else self.copies(loud)
-            self.rows = before + [self.drawn(inputs, one, copies > 1) for one in loud[:missing] for _ in range(copies)]
+            more = [self.drawn(inputs, one, copies > 1) for one in loud[:missing] for _ in range(copies)]
+            self.rows = [*before, *more][: self.most]
             self.keep(self.mended(self.masked(inputs), _COARSE)[0])
             self.count(inputs)
             if self.missing >= missing:
