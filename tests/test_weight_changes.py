@@ -18,6 +18,7 @@ from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, pulls
 from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
 from gradaudit.leakage.uneven.low_rank import Fitting
+from gradaudit.leakage.uneven.overlooked import overlooked
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -130,6 +131,20 @@ def test_the_fit_finds_rank_and_row_space_and_says_how_far_off_it_is(seed: int):
     assert ((off / expected) > 0.3).all()
 
 
+def test_lines_and_columns_of_outliers_are_fitted_like_the_others():
+    """Most entries of a loud line are signs only, and those of a faint one are known best."""
+    seen, rows, gradient = made(1, 6)
+    rng = torch.Generator().manual_seed(5)
+    loud = [torch.exp(2 * torch.randn(size, generator=rng, dtype=torch.float64)) for size in ((120, 1), (1, 48))]
+    gradient, rows = gradient * loud[0] * loud[1], rows * loud[1]
+    seen = replace(seen, sent=seen.step.sent(gradient) + seen.spread * torch.randn((120, 48), generator=rng).double())
+    found = Fitting(seen, torch.Generator().manual_seed(9)).fit(40, first=6)
+    assert found is not None
+    assert found.rank <= 12, "33 in one unit for all"
+    unit = torch.nn.functional.normalize(rows * found.scale, dim=1)
+    assert (unit - unit @ found.basis @ found.basis.T).norm(dim=1).max() < 0.1
+
+
 def test_noise_alone_has_no_rank():
     rng = torch.Generator().manual_seed(2)
     noise = torch.randn((120, 48), generator=rng, dtype=torch.float64)
@@ -141,7 +156,8 @@ def test_noise_alone_has_no_rank():
 def test_known_rows_sharpen_the_others():
     seen, rows, _ = made(0, 6)
     rng = torch.Generator().manual_seed(9)
-    plain, given = (Fitting(seen, rng).fit(40, known, first) for known, first in ((None, 6), (rows[:4], 0)))
+    fitting = Fitting(seen, rng)
+    plain, given = fitting.fit(40, None, 6), fitting.fit(40, rows[:4] / fitting.columns, 0)
     assert plain is not None
     assert given is not None
     off = []
@@ -158,8 +174,9 @@ def test_signals_are_the_best_fit_of_values_and_bounds(extreme: float):
     seen, rows, gradient = made(0, 6)
     seen = replace(seen, sent=seen.step.sent(extreme * gradient))
     fitting = Fitting(seen, torch.Generator())
-    left = fitting.signals(rows, 0.01, fitting.signals(rows, 0.3))
-    off = (seen.sent - seen.step.sent(left @ rows * fitting.scale)) / seen.error(left @ rows * fitting.scale)
+    rows = rows / fitting.columns
+    gradient = fitting.signals(rows, 0.01, fitting.signals(rows, 0.3)) @ rows * fitting.unit
+    off = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient)
     assert off.square().mean() < 1.0
     assert (fitting.known.double().mean() < 0.9) == (extreme > 1)
 
@@ -180,18 +197,59 @@ class Inputs(MaskedInputs):
         return clean
 
 
-def masked_and_sent(seed: int = 4, known: int = 6) -> tuple[Fitting, Masked, torch.Tensor]:
-    """Return a gradient of six masked words as AdamW shows it, the first rows with their masks, and all that enter."""
+def masked_and_sent(seed: int = 4, known: int = 6, faint: float = 1.0) -> tuple[Fitting, Masked, torch.Tensor]:
+    """Return a gradient of six masked words as AdamW shows it, the first rows with their masks, and all that enter.
+
+    Of the last word so much less came back.
+    """
     rng = torch.Generator().manual_seed(seed)
     words = torch.randn((40, 48), generator=rng, dtype=torch.float64)
     kept = torch.rand((6, 48), generator=rng) > 0.1
     rows = words[:6] * kept
-    gradient = 3e-6 * torch.randn((120, 6), generator=rng, dtype=torch.float64) @ rows
+    signals = 3e-6 * torch.randn((120, 6), generator=rng, dtype=torch.float64)
+    signals[:, 5] *= faint
+    gradient = signals @ rows
     spread = torch.full_like(gradient, 1e-4)
     step = AdamStep()
     sent = step.sent(gradient) + spread * torch.randn(gradient.shape, generator=rng, dtype=torch.float64)
     fitting = Fitting(Entries(sent, spread, step, {"0.q": 120}), rng)
-    return fitting, Masked(Inputs(words), words[:known], kept[:known], 0.0, rows[known:]), rows
+    others = rows[known:] / fitting.columns
+    return fitting, Masked(Inputs(words), words[:known], kept[:known], 0.0, others, fitting.columns), rows
+
+
+def test_a_word_that_no_direction_shows_is_heard_in_what_the_others_leave():
+    fitting, masked, rows = masked_and_sent(known=5, faint=3e-4)
+    masked = replace(masked, others=rows[:0])
+    left = fitting.signals(masked.rows(), 0.0)
+    assert fitting.missing(left, masked.rows(), 0.0) == 0, "it stands out by itself"
+    heard = overlooked(fitting, masked, left, 0.0, [0], torch.arange(40))
+    assert heard[0].token == 5
+    assert heard[0].gain > 1.1 * heard[1].gain
+
+
+def test_words_are_not_heard_where_none_is_missing():
+    fitting, masked, _ = masked_and_sent()
+    heard = overlooked(fitting, masked, fitting.signals(masked.rows(), 0.0), 0.0, [0], torch.arange(6, 40))
+    assert heard[0].gain < 1.5
+    assert torch.tensor([one.gain for one in heard]).mean() == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_line_in_the_wrong_valley_is_found_again():
+    """Of a line of bounds, nearly, no step leads back from the wrong side."""
+    seen, rows, gradient = made(16, 12)
+    gradient[8] *= 300
+    fitting = Fitting(replace(seen, sent=seen.step.sent(gradient)), torch.Generator())
+    rows = rows / fitting.columns
+
+    def cost(left: torch.Tensor) -> float:
+        fit = left @ rows
+        return float((fitting.weights(fit, 0.0) * (fitting.target - fit).square())[8].sum())
+
+    start = fitting.signals(rows, 0.0)
+    start[8] *= -100
+    stuck = fitting.signals(rows, 0.0, start)
+    assert cost(stuck) > 1e4
+    assert cost(fitting.freed(rows, 0.0, stuck)) < 1
 
 
 def test_right_rows_explain_every_entry_and_wrong_ones_do_not():

@@ -12,6 +12,7 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.decoding.order import order_words
+from gradaudit.leakage.decoding.past import read_sentences
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
 from gradaudit.leakage.decoding.several import place_words, unmix
@@ -19,8 +20,8 @@ from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
-from gradaudit.leakage.uneven.decoded import decode_change
-from gradaudit.leakage.uneven.entries import entries
+from gradaudit.leakage.uneven.decoded import DecodedChange, decode_change
+from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper, register
@@ -35,6 +36,7 @@ _EFFORTS = (2, 4)
 _OFF = 1e-3
 """A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
 _LAST_MISSING = "the last word of a sentence leaves nothing in block 0 and is missing"
+_NOT_EXPLAINED = "the rows that were decoded do not explain every weight's rounding: nothing is proven"
 _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _READ: frozenset[Trait] = frozenset({"zero mean", "support", "unit norm", "scaled", "stand-ins", "one example clipped"})
@@ -208,15 +210,17 @@ class Decode(Attack):
         known, model = seen.knowledge, seen.model
         # what acts on a weight change is none of the optimizer's errors
         countered = all_traits(known.defenses) <= _READ if seen.kind == "gradient" else True
-        plain = model.absolute_positions and known.dropout != 0.0 and countered
-        changes = entries(seen, 0) if plain else None
+        whole = not model.absolute_positions or known.dropout == 0.0
+        changes = entries(seen, 0) if countered and (model.causal or not whole) else None
         if changes is None:
             return None
-        how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
+        how = Search(known.batch_size, self.candidates, self.max_length, 0.0 if whole else known.dropout or 0.1)
         found = decode_change(model, changes, how, rng)
         if found is None or len(found.rows) < _MOST_ROWS * found.rank:
             return None
         details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
+        if whole:
+            return _followed(seen, changes, found, details)
         blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None
         rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
         signals = rows.signals()
@@ -231,7 +235,7 @@ class Decode(Attack):
             sequences, certificates = rows.texts(linked.groups), linked.certificates
         if not found.told.whole:
             certificates = ["likely" if one == "proven" else one for one in certificates]
-            notes.append("the rows that were decoded do not explain every weight's rounding: nothing is proven")
+            notes.append(_NOT_EXPLAINED)
         if model.spec.task == "causal-lm":
             certificates = ["likely" if one == "proven" else one for one in certificates]
             notes.append(_LAST_MISSING)
@@ -335,6 +339,25 @@ class Decode(Attack):
                 if not all(sure):
                     notes = [*notes, f"{sure.count(False)} sentences send too little to be told from others"]
         return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
+
+
+def _followed(seen: Observation, changes: Entries, found: DecodedChange, details: dict[str, Any]) -> Reconstruction:
+    """Return a decoder's sentences, grown from words that no dropout touched; without queries and keys, the words."""
+    model, notes = seen.model, [] if found.told.whole else [_NOT_EXPLAINED]
+    signals = found.words(model, changes)
+    if signals is None:
+        bag = tuple(row.token for row in found.rows)[: model.max_length]
+        notes.append("the changes of queries or keys of block 0 were not seen: the words cannot be put in order")
+        return Reconstruction((bag,), None, ("guess",), tuple(notes), details)
+    tree = read_sentences(signals)
+    sentences = tree.sentences()
+    sure = [found.told.whole and tree.certain(s) and model.spec.task != "causal-lm" for s in sentences]
+    if tree.open_:
+        notes.append(f"{len(tree.open_)} of {len(found.rows)} words are not explained by where they were put")
+    if model.spec.task == "causal-lm":
+        notes.append(_LAST_MISSING)
+    texts = tuple(tuple(found.rows[at].token for at in sentence) for sentence in sentences)
+    return Reconstruction(texts, None, tuple("proven" if one else "likely" for one in sure), tuple(notes), details)
 
 
 def _by_step(model: TextModel, words: Sequence[NamedWord]) -> Reconstruction:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from gradaudit.errors import NotSupportedError
 from gradaudit.models.model import FirstInputs
@@ -78,6 +79,10 @@ class Family(ABC):
     def attention_bias(self, length: int) -> Tensor | None:
         """Return what is added to all attention scores by position, [heads, T, T]; None for nothing."""
         return None
+
+    def turned(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """Return queries or keys [n, heads, h] as attention compares them at positions [n]: as they are, but rotary."""
+        return vectors
 
     @contextmanager
     def classifying(self) -> Iterator[None]:
@@ -304,6 +309,12 @@ class Llama(_DecoderFamily):
         norm: Any = self.blocks[0].input_layernorm
         zero = torch.zeros_like(words[:1])
         return FirstInputs(words, zero, norm.weight, zero[0], norm.variance_epsilon, False)
+
+    def turned(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.core.rotary_emb(vectors, position_ids=positions[None])
+        both = vectors.transpose(0, 1)[None]
+        out: Tensor = apply_rotary_pos_emb(both, both, cos.to(vectors), sin.to(vectors))[0][0]
+        return out.transpose(0, 1)
 
     def run_block(
         self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.dropout_masks import coordinates_to_forbid, decode_masks, refine_masks
-from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck
+from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck, cut_above_noise, measured_tokens
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
@@ -27,6 +27,8 @@ not known exactly bits of small coordinates are chance, so that only the larger 
 _NEAREST, _RESTARTS, _ROUNDS = 16, 8, 20
 """A token that was missed ranks among the nearest by then, and random objectives, each well settled, reach it."""
 _COPY_STEPS = 300
+_LOOKED = 8
+"""Words measured at a position, in times the directions: more of them wrong than right."""
 _EMPTY = 3
 """So many positions without a row end the scan."""
 
@@ -179,7 +181,8 @@ class Search:
         size: sentences in the batch: the most copies a token may have at one position; None when not known.
         candidates: tokens a position that are decoded, nearest to the span first.
         max_length: positions looked at.
-        rate: dropout rate, where it is known (only its scale matters, and only before a LayerNorm).
+        rate: dropout rate, where it is known (only its scale matters, and only before a LayerNorm); 0 where none was
+            masked.
     """
 
     size: int | None
@@ -229,6 +232,40 @@ def look_harder(
         last = max(row.position for row in found) if found else 0
         _again(inputs, how, more, min(how.max_length, inputs.model.max_length, last + 1 + _EMPTY), rng)
     return more
+
+
+def whole_rows(inputs: MaskedInputs, how: Search, start: Sequence[Row]) -> list[Row]:
+    """Return the rows that no dropout touched: words in the row space as they are, those that are known first.
+
+    Most words are wrong and tell where wrong ones lie, at every position anew.
+
+    Args:
+        inputs: the inputs of a model and a span that is not known exactly.
+        how: how far to look.
+        start: rows that are known.
+    """
+    model, span = inputs.model, inputs.span
+    found, known = list(start), {(row.position, row.token) for row in start}
+    special = model.special
+    never = special.ids - {*special.prefix, *special.suffix}
+    empty = 0
+    for position in range(min(how.max_length, model.max_length) if model.absolute_positions else 1):
+        ids = inputs.near(position, min(_LOOKED * (span.rank + 1), model.vocabulary_size))
+        held = torch.tensor([t for p, t in known if p == position], dtype=torch.long, device=ids.device)
+        near = measured_tokens(model, ids[~torch.isin(ids, held)], span, position)
+        # rows that are held fixed lie in the span exactly, and say nothing of how far off others are
+        limit = cut_above_noise(near.residuals, near.expected, max(1, span.rank - len(start)), INSIDE)
+        fresh = [t for t in near.below(limit).ids.tolist() if t not in never]
+        if fresh:
+            clean = inputs.clean(position, torch.tensor(fresh, device=ids.device))
+            found += [
+                Row(t, position, torch.ones_like(x, dtype=torch.bool), x) for t, x in zip(fresh, clean, strict=True)
+            ]
+        _told(inputs, found)
+        empty = 0 if fresh or len(held) else empty + 1
+        if empty == _EMPTY:
+            break
+    return found
 
 
 def _told(inputs: MaskedInputs, found: list[Row]) -> None:

@@ -1,15 +1,18 @@
 """The rows of a batch from entries that are known unevenly: fit, decode, judge, and fit again with what was decoded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder
+from gradaudit.leakage.decoding.past import WordSignals
+from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder, whole_rows
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, pulls
 from gradaudit.leakage.uneven.low_rank import FLOORS, Fitting, LowRank
+from gradaudit.leakage.uneven.overlooked import Candidate, overlooked
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import Observation
@@ -39,6 +42,11 @@ _EFFORT, _MOST_EFFORT = 3, 3
 _MIDDLE = (0.03, 0.01, 1e-3)
 _WRONG, _WORST = 6.0, 0.3
 """A row whose pull is so many times the median one is wrong, with those that pull at least so much as the worst."""
+_ROUNDED = 5e-7
+"""Rounding of what came back to a head of one word, summed in float32, relative to its root mean square (measured
+in a Llama of 4 heads: 3e-7)."""
+_LOUD = 0.3
+"""Words that explain this share of what the best one does are taken with it: others are its likenesses."""
 _IDLE = 3.0
 """A row whose signals each explain less than so many squared errors is none: chance makes 1, the weakest true row of
 116 19 (MiniLM, 1e-5)."""
@@ -73,6 +81,31 @@ class DecodedChange:
         signals = self.told.left + self.told.noise if drawn else self.told.left
         return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.entering))
 
+    def words(self, model: TextModel, entries: Entries) -> WordSignals | None:
+        """Return what came back to the queries and keys of rows that no dropout touched; None where it was not seen.
+
+        Args:
+            model: the model.
+            entries: of its block 0.
+        """
+        views = [model.views(0, role)[0].name for role in "qk"]
+        if not set(views) <= set(entries.groups):
+            return None
+        # what is not explained lies on the signals, too
+        errors = entries.parts(self.told.error * max(1.0, self.told.chi2) ** 0.5)
+        signals = entries.parts(self.told.left)
+        sent = [model.project(0, role, self.entering) for role in "qk"]
+        toward, unsure = (
+            [part[view].T.reshape(like.shape) for view, like in zip(views, sent, strict=True)]
+            for part in (signals, errors)
+        )
+        # float32 rounds what each word sends along its row, too, which no entry's residual shows
+        unsure = [
+            e.hypot(_ROUNDED * t.square().mean(2, keepdim=True).sqrt()) for e, t in zip(unsure, toward, strict=True)
+        ]
+        places = [row.position for row in self.rows] if model.absolute_positions else None
+        return WordSignals(toward[0], toward[1], unsure[0], unsure[1], sent[0], sent[1], model.family.turned, places)
+
 
 class _Decoding:
     """Rows of a weight change in the making.
@@ -92,6 +125,11 @@ class _Decoding:
         self.held = 0
         self.missing = model.width
 
+    @property
+    def whole(self) -> bool:
+        """Say whether no row was masked."""
+        return self.how.rate == 0
+
     def fit(self, inputs: MaskedInputs | None, beyond: int) -> LowRank | None:
         """Return the low rank, with the rows found so far held fixed; see `Fitting.fit` for `beyond`."""
         self.held = len(self.rows)
@@ -103,13 +141,15 @@ class _Decoding:
     def masked(self, inputs: MaskedInputs, others: Tensor | None = None) -> Masked:
         """Return the rows with their masks, and directions beside them."""
         clean, kept = torch.stack([row.clean for row in self.rows]), torch.stack([row.kept for row in self.rows])
-        return Masked(inputs, clean, kept, self.how.rate, clean[:0] if others is None else others)
+        return Masked(inputs, clean, kept, self.how.rate, clean[:0] if others is None else others, self.fitting.columns)
 
     def look(self, inputs: MaskedInputs, scale: Tensor, effort: int) -> None:
         """Find rows in the span, with so many times the tries at what was missed."""
         for turn in range(effort + 1):
             before, missing = self.rows, self.missing
-            if turn:
+            if self.whole:
+                self.rows = whole_rows(inputs, self.how, self.rows)
+            elif turn:
                 self.rows = look_harder(inputs, self.how, self.rows, _EFFORT, self.rng)
             else:
                 self.rows = find_rows(inputs, self.how, self.rng, self.rows)
@@ -123,7 +163,7 @@ class _Decoding:
                     self.rows, self.missing = before, missing  # what explains nothing was read wrongly
             elif turn:
                 break
-            if self.missing == 0 or len(self.rows) >= inputs.span.rank:
+            if self.missing == 0 or len(self.rows) >= inputs.span.rank or self.whole:
                 break
 
     def choose(self, inputs: MaskedInputs, known: int) -> None:
@@ -133,14 +173,14 @@ class _Decoding:
         to the span was sent. Beside rows that are held fixed, several new ones of one token at one position are mostly
         one row that was read differently.
         """
-        far = inputs.span.residual(self.masked(inputs).rows()).tolist()
+        far = inputs.span.residual(self.masked(inputs).entering()).tolist()
         chosen: list[int] = []
         places: list[tuple[int, int]] = []
         for at in sorted(range(len(far)), key=far.__getitem__):
             row, new = self.rows[at], at >= known
             place = (row.token, row.position)
             alike = [one for one in map(self.rows.__getitem__, chosen) if one.token == row.token]
-            shadow = any(
+            shadow = not self.whole and any(
                 one.position != row.position and not inputs.differ(row.clean, row.kept, one.kept) for one in alike
             )
             if shadow or (new and (len(places) >= _SURE * self.missing or (self.held and place in places))):
@@ -155,11 +195,44 @@ class _Decoding:
         rows = self.masked(inputs).rows()
         self.missing = self.fitting.missing(self.fitting.signals(rows, _COARSE[-1]), rows, _COARSE[-1])
 
+    def listen(self, inputs: MaskedInputs) -> None:
+        """Add rows that what is left speaks for, as long as that makes fewer missing; see `overlooked`."""
+        never = self.model.special.ids - {*self.model.special.prefix, *self.model.special.suffix}
+        every = [t for t in range(self.model.vocabulary_size) if t not in never]
+        ids = torch.tensor(every, device=inputs.basis.device)
+        while 0 < self.missing <= _STRAY:
+            before, missing, masked = self.rows, self.missing, self.masked(inputs)
+            left = self.fitting.signals(masked.rows(), _COARSE[-1])
+            last = max(row.position for row in before) + 1 if self.model.absolute_positions else 0
+            places = range(min(last + 1, self.how.max_length, self.model.max_length))
+            heard = overlooked(self.fitting, masked, left, _COARSE[-1], places, ids)
+            loud = [one for one in heard if one.gain > max(_IDLE, _LOUD * heard[0].gain)]
+            copies = 1 if self.whole or len(loud) > 1 else self.copies(loud)
+            more = [self.drawn(inputs, one, copies > 1) for one in loud[:missing] for _ in range(copies)]
+            self.rows = [*before, *more][: self.most]
+            self.keep(self.mended(self.masked(inputs), _COARSE)[0])
+            self.count(inputs)
+            if self.missing >= missing:
+                self.rows, self.missing = before, missing
+                return
+
+    def copies(self, loud: Sequence[Candidate]) -> int:
+        """Return how many rows more may be the one word's that is heard."""
+        known = sum((row.token, row.position) == (one.token, one.position) for one in loud for row in self.rows)
+        return max(1, min(self.missing, (self.how.size or self.missing + known) - known))
+
+    def drawn(self, inputs: MaskedInputs, one: Candidate, masked: bool) -> Row:
+        """Return a candidate's row, under a mask drawn at random where several are begun that must differ."""
+        clean = inputs.clean(one.position, torch.tensor([one.token], device=inputs.basis.device))[0]
+        kept = torch.rand(clean.shape, generator=self.rng) >= self.how.rate * masked
+        return Row(one.token, one.position, kept.to(clean.device), clean)
+
     def beside(self, inputs: MaskedInputs, scale: Tensor) -> Masked:
         """Return the rows, and beside them the directions of the span that they leave."""
         basis = inputs.span.basis
-        inside = self.masked(inputs).rows() * scale @ basis
-        return self.masked(inputs, torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (basis.T / scale))
+        inside = self.masked(inputs).entering() * scale @ basis
+        left = torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (basis.T / scale)
+        return self.masked(inputs, left / self.fitting.columns)
 
     def drop(self, inputs: MaskedInputs, scale: Tensor) -> None:
         """Drop the rows that the entries speak against."""
@@ -175,22 +248,33 @@ class _Decoding:
         }
         self.rows = list(reversed(rows.values()))
 
+    def mended(self, masked: Masked, floors: tuple[float, ...], left: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the masks with the bits exchanged that explain the entries better, and the signals; see `mended`."""
+        if not self.whole:
+            return mended(self.fitting, masked, floors, left)
+        for floor in floors:
+            left = self.fitting.signals(masked.rows(), floor, left)
+        assert left is not None
+        return masked.kept, left
+
     def explained(self, inputs: MaskedInputs) -> Explanation | None:
         """Return what the rows explain with masks mended to the last bit, which they keep; None where some miss."""
         masked = self.masked(inputs)
-        kept, left = mended(self.fitting, masked, _COARSE)
+        kept, left = self.mended(masked, _COARSE)
         masked = replace(masked, kept=kept)
         missing = self.fitting.missing(left, masked.rows(), _COARSE[-1])
         if missing > _STRAY:
             return None
-        kept, left = mended(self.fitting, masked, FINE[1:], left)
+        kept, left = self.mended(masked, FINE[1:], left)
         self.missing = self.fitting.missing(left, replace(masked, kept=kept).rows(), _COARSE[-1], scaled=True)
         count = len(self.rows)
         self.keep(kept)
         told = self.told(inputs, left if len(self.rows) == count else None)
         if bool((idle := told.own < _IDLE).any()):
             self.rows = [row for row, none in zip(self.rows, idle.tolist(), strict=True) if not none]
-            told = self.told(inputs, told.left[:, ~idle] / self.fitting.scale)
+            if not self.rows:
+                return None
+            told = self.told(inputs, told.left[:, ~idle] / self.fitting.lines)
         return told
 
     def ends(self, told: Explanation, stays: bool) -> bool:
@@ -231,23 +315,25 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)])
         before = len(state.rows)
         state.look(inputs, fit.scale, effort)
+        if state.rows:
+            state.listen(inputs)
         stays = len(state.rows) == before
         if not (stays and told is not None):
             worth = state.missing == 0 or (state.missing <= _STRAY and (stays or len(state.rows) < _FEW))
-            told = state.explained(inputs) if worth else None
+            told = state.explained(inputs) if worth and state.rows else None
         if told is not None and state.ends(told, stays):
             break
         effort += stays
         if effort > _MOST_EFFORT:
             break
         if 0 < len(state.rows) < _FEW and (told is None or not told.whole):
-            state.keep(mended(state.fitting, state.beside(inputs, fit.scale), _MIDDLE)[0])
+            state.keep(state.mended(state.beside(inputs, fit.scale), _MIDDLE)[0])
             told = None
     if inputs is None or fit is None or not state.rows:
         return None
     if told is None:
-        state.keep(mended(state.fitting, state.beside(inputs, fit.scale), _MIDDLE)[0])
-    entering = state.masked(inputs).rows()
+        state.keep(state.mended(state.beside(inputs, fit.scale), _MIDDLE)[0])
+    entering = state.masked(inputs).entering()
     if told is None or told.left.shape[1] != len(entering):
         told = state.told(inputs)
     if told.whole:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradaudit.leakage.decoding.rows import MaskedInputs
 from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices, solved
-from gradaudit.leakage.uneven.low_rank import EVERY, Fitting, Part
+from gradaudit.leakage.uneven.weighted import EVERY, Part, Weighted
 
 EXPLAINED = 1.1
 """Entries are explained up to their own errors below this chi^2 per degree of freedom: right rows leave 0.8 to 1.01
@@ -16,8 +16,7 @@ EXPLAINED = 1.1
 APART = 100.0
 """Another token in a row's place must cost this much of chi^2: ten standard deviations."""
 FINE = (0.01, 1e-3, 1e-4, 1e-5, 0.0)
-"""What is added to each entry's error while masks are mended, in medians of the gradient's size: large coordinates
-first, then ever smaller ones."""
+"""What is added to each entry's error while masks are mended, in units of its line and column: coarse errors first."""
 _PASSES = 8
 """Rounds of exchanged bits a floor at most; the last floor ends with one of all columns."""
 _GAIN, _FIRST = 16.0, 0.02
@@ -47,7 +46,8 @@ class Explanation:
     Args:
         left: [n, r] signals D^T, in the gradient's unit.
         chi2: squared residuals of all entries per degree of freedom: 1 when the inputs are those of the batch.
-        noise: [n, r] a draw of the error of `left`.
+        error: [n, r] the standard deviation of `left`.
+        noise: [n, r] a draw of its error.
         apart: by how much chi^2 would grow at least were a row another token's, under the mask that suits it best.
         own: [r] by how much chi^2 would grow were the row left out, a signal: about 1 of a row that explains nothing.
         sharp: whether `chi2` would show a missing row, were it as weak as the weakest.
@@ -55,6 +55,7 @@ class Explanation:
 
     left: Tensor
     chi2: float
+    error: Tensor
     noise: Tensor
     apart: float
     own: Tensor
@@ -75,7 +76,8 @@ class Masked:
         clean: [f, d] rows before dropout.
         kept: [f, d] bool.
         rate: dropout rate.
-        others: [e, d] directions of rows that are not known.
+        others: [e, d] directions of rows that are not known, in units of the columns.
+        columns: [d] the fitting's units.
     """
 
     inputs: MaskedInputs
@@ -83,19 +85,24 @@ class Masked:
     kept: Tensor
     rate: float
     others: Tensor
+    columns: Tensor
+
+    def entering(self) -> Tensor:
+        """Return the rows as they enter, [f, d]."""
+        return self.inputs.inputs(self.clean, self.kept, self.rate)
 
     def rows(self) -> Tensor:
-        """Return the rows as they enter, then the other directions, [f + e, d]."""
-        return torch.cat([self.inputs.inputs(self.clean, self.kept, self.rate), self.others])
+        """Return the rows as they enter, in units of the columns, then the other directions, [f + e, d]."""
+        return torch.cat([self.entering() / self.columns, self.others])
 
     def moves(self) -> Tensor:
-        """Return [f, d], what the exchange of each bit adds to its row."""
-        by = self.inputs.slope(self.clean, self.kept, self.rate)
+        """Return [f, d], what the exchange of each bit adds to its row, in units of the columns."""
+        by = self.inputs.slope(self.clean, self.kept, self.rate) / self.columns
         return torch.where(self.kept, -by, by)
 
 
 def explain(
-    fitting: Fitting, masked: Masked, positions: Sequence[int], rng: torch.Generator, left: Tensor | None = None
+    fitting: Weighted, masked: Masked, positions: Sequence[int], rng: torch.Generator, left: Tensor | None = None
 ) -> Explanation:
     """Return the signals that explain the entries best by these rows alone, and what they leave.
 
@@ -104,14 +111,15 @@ def explain(
         masked: the rows.
         positions: of each row.
         rng: draws the noise of the signals.
-        left: [n, r] signals to start from, in medians; None for a start from nothing, floor by floor.
+        left: [n, r] signals to start from, in units of the lines; None for a start from nothing, floor by floor.
     """
     seen, rows = fitting.seen, masked.rows()
-    for floor in FINE if left is None else FINE[-1:]:
+    for floor in FINE if left is None else ():
         left = fitting.signals(rows, floor, left)
     assert left is not None
+    left = fitting.freed(rows, FINE[-1], left)
     weights = fitting.weights(left @ rows, FINE[-1])
-    gradient = left @ rows * fitting.scale
+    gradient = left @ rows * fitting.unit
     off = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient)
     free = int(fitting.there.sum()) - left.numel()
     noise = torch.randn(weights.shape, generator=rng).to(weights)
@@ -121,7 +129,8 @@ def explain(
     own = left.square() / alone
     sharp = float(own.sum(0).min()) > (EXPLAINED - 1) * free
     chi2 = float(off.square().sum()) / free
-    return Explanation(left * fitting.scale, chi2, drawn * fitting.scale, apart, own.mean(0), sharp)
+    errors = alone.clamp_min(0).sqrt() * fitting.lines
+    return Explanation(left * fitting.lines, chi2, errors, drawn * fitting.lines, apart, own.mean(0), sharp)
 
 
 def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
@@ -140,8 +149,8 @@ def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
         for ids in torch.split(every, _WORDS):
             clean = inputs.clean(position, ids)
             all_kept = torch.ones_like(clean, dtype=torch.bool)
-            with_it = inputs.inputs(clean, all_kept, rate)
-            without = with_it - inputs.slope(clean, all_kept, rate)
+            with_it = inputs.inputs(clean, all_kept, rate) / masked.columns
+            without = with_it - inputs.slope(clean, all_kept, rate) / masked.columns
             typical = with_it.var(0)
             pair = (with_it, without)
             for at in here:
@@ -180,7 +189,7 @@ class _Judged:
 
 
 def _judged(
-    fitting: Fitting, masked: Masked, floor: float, left: Tensor | None, columns: Tensor | None = None
+    fitting: Weighted, masked: Masked, floor: float, left: Tensor | None, columns: Tensor | None = None
 ) -> _Judged:
     """Judge every mask bit by the signals that the *other* columns fix.
 
@@ -236,7 +245,7 @@ def _judged(
     return _Judged(gain, pull, energies, left)
 
 
-def _costs(fitting: Fitting, fits: Tensor, unsure: Tensor, floor: float, part: Part) -> Tensor:
+def _costs(fitting: Weighted, fits: Tensor, unsure: Tensor, floor: float, part: Part) -> Tensor:
     """Return [k] the squares that each of some fits [n, k] of one column leaves.
 
     Args:
@@ -250,7 +259,7 @@ def _costs(fitting: Fitting, fits: Tensor, unsure: Tensor, floor: float, part: P
     return (seen / (1 + seen * unsure) * (fitting.target[part] - fits).square()).sum(0)
 
 
-def pulls(fitting: Fitting, masked: Masked, floor: float) -> Tensor:
+def pulls(fitting: Weighted, masked: Masked, floor: float) -> Tensor:
     """Return [f] how far each row is from what the entries say of it, far more of a wrong row than of the right ones.
 
     Args:
@@ -263,7 +272,7 @@ def pulls(fitting: Fitting, masked: Masked, floor: float) -> Tensor:
 
 
 def mended(
-    fitting: Fitting, masked: Masked, floors: tuple[float, ...] = FINE, left: Tensor | None = None
+    fitting: Weighted, masked: Masked, floors: tuple[float, ...] = FINE, left: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the masks, [f, d] bool, with the bits exchanged that explain the entries better, and the signals.
 
@@ -274,7 +283,7 @@ def mended(
         fitting: of the entries.
         masked: the rows.
         floors: what is added to each entry's error, in order.
-        left: [n, r] signals to start from, in medians.
+        left: [n, r] signals to start from, in units of the lines.
     """
     for floor in floors:
         near = None
@@ -298,7 +307,7 @@ def mended(
     return masked.kept, left
 
 
-def _others(fitting: Fitting, masked: Masked, floor: float, left: Tensor) -> Tensor:
+def _others(fitting: Weighted, masked: Masked, floor: float, left: Tensor) -> Tensor:
     """Return the directions of rows that are not known, found anew beside the known rows."""
     rows, count = masked.rows(), len(masked.clean)
     weights = fitting.weights(left @ rows, floor).T.contiguous()

@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.uneven.entries import Entries
-from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.progress import step as told
 
-Part = tuple[slice | Tensor, slice | Tensor]
-EVERY = slice(None)
-EVERYTHING: Part = (EVERY, EVERY)
-"""Lines and columns of the entries."""
-
 FLOORS = (0.3, 0.1, 0.03, 0.01)
-"""Stages: what is added to each entry's error, in medians of the gradient's size. Rows decode at the last; what is
-finer comes of rows that are known exactly."""
+"""Stages: what is added to each entry's error, in units of its line and column. Rows decode at the last; what is finer
+comes of rows that are known exactly."""
 _EXACT = 1e-3
 """One more stage where entries are known far better than this, as those that pruning leaves."""
 _GROWING = 0.03
@@ -47,6 +43,11 @@ _EDGE = 1.05
 _FEW, _FACTOR, _PART = 8, 3, 4
 """With fewer than an eighth of the directions missing the fit is settled before more are added; at most a third as
 many as there are, and a quarter of the values that stand out, since weights spread one direction over several."""
+_FALLS = 0.8
+"""While what is missing falls to this share the fit still converges: what stands out need not be a direction."""
+_DUE = 0.1
+"""A stage need not fit entries better than to this share of its floor. Without, entries known to 1e-6 (SGD at 0.1) ask
+for 127 directions of 50 rows: Gauss-Newton is not that far yet."""
 _FIRST = 12
 """Directions to start from where the batch size is not known."""
 _HIDDEN, _FEWEST = 0.12, 2
@@ -59,26 +60,19 @@ _NO_ERROR = 1e-12
 """Where all rows are held fixed no direction has an error."""
 _MOST_SCALED = 30.0
 """Coordinates are scaled by at most this."""
-_LINE_TURNS, _LINE_TRIES, _LINE_ENOUGH = 20, 4, 1e-3
-"""Lines are solved anew until they gain less than this share, each step cut to a third where it gains nothing."""
-_LINE_RIDGE = 1e-13
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A gradient G = left @ rows of the rank that its entries carry.
+    """The row space of a gradient, of the rank that its entries carry.
 
     Args:
-        left: [n, r], in medians of the gradient's size.
-        rows: [r, d]; known ones first.
         basis: [d, r] orthonormal, of the row space at `scale`; the errors of its columns are uncorrelated.
         lost: [r] by direction, energy of its error outside the space.
         scale: [d] by which coordinates are multiplied so that all are known alike: those with outliers, whose entries
             are saturated, are known worst.
     """
 
-    left: Tensor
-    rows: Tensor
     basis: Tensor
     lost: Tensor
     scale: Tensor
@@ -86,7 +80,7 @@ class LowRank:
     @property
     def rank(self) -> int:
         """How many directions."""
-        return len(self.rows)
+        return self.basis.shape[1]
 
 
 def _balanced(left: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +150,7 @@ def _evened(rest: Tensor) -> Tensor:
     return rest
 
 
-class Fitting:
+class Fitting(Weighted):
     """A weighted low-rank fit in the making.
 
     Args:
@@ -165,86 +159,17 @@ class Fitting:
     """
 
     def __init__(self, seen: Entries, rng: torch.Generator) -> None:
-        self.seen, self._rng = seen, rng
-        gradient, self.known = seen.step.behind(seen.sent, seen.spread)
-        self.there = seen.spread < seen.sent.abs().max()
-        self.scale = float(gradient[self.known & self.there].abs().median())
-        self._own = seen.own(gradient) / self.scale
-        self.target = gradient / self.scale
+        super().__init__(seen)
+        self._rng = rng
         error = self.deviation(self.target)[self.there].median()
         self._floors = (*FLOORS, _EXACT) if float(error) < _EXACT**2 else FLOORS
-
-    def deviation(self, fit: Tensor, part: Part = EVERYTHING) -> Tensor:
-        """Return the standard deviation of each entry of the target beside a fit, [n, d], both in medians.
-
-        The error is y's, and the line through fit and target brings it to the gradient: squares of what is left are
-        then those of y itself, however far the fit is.
-
-        Args:
-            fit: [n, d].
-            part: lines and columns that the fit is of.
-        """
-        slope = self.seen.step.secant(self.target[part] * self.scale, fit * self.scale)
-        return (self.seen.spread[part] / (slope * self.scale)).hypot(self._own[part])
-
-    def weights(self, fit: Tensor, floor: float, part: Part = EVERYTHING) -> Tensor:
-        """Return one over the variance of each entry of the target, [n, d].
-
-        A saturated entry is a bound: it weighs nothing where the fit lies beyond.
-
-        Args:
-            fit: [n, d] in medians.
-            floor: added to the error.
-            part: lines and columns that the fit is of.
-        """
-        target = self.target[part]
-        weights = 1 / (self.deviation(fit, part).square() + floor**2)
-        beyond = ~self.known[part] & (fit * target.sign() >= target.abs())
-        return torch.where(beyond, torch.zeros_like(weights), weights)
-
-    def signals(self, rows: Tensor, floor: float, left: Tensor | None = None) -> Tensor:
-        """Return [n, r], what comes back to rows that are held fixed, in medians: the best fit line by line.
-
-        Args:
-            rows: [r, d].
-            floor: added to each entry's error.
-            left: to start from; None for a fit that takes bounds for values.
-        """
-        if left is None:
-            weights = 1 / (self.deviation(self.target).square() + floor**2 + (~self.known * self.target).square())
-            left = solved(rows, weights, weights * self.target)
-        left = left.clone()
-        open_ = torch.arange(len(left), device=left.device)
-        fit = left @ rows
-        weights = self.weights(fit, floor)
-        cost = (weights * (self.target - fit).square()).sum(1)
-        for _ in range(_LINE_TURNS):
-            # bounds come into force and go while a line settles: each is taken only so far as it gains
-            pull = (weights * (self.target[open_] - left[open_] @ rows)) @ rows.T
-            move, far = against(normal_matrices(rows, weights), pull, _LINE_RIDGE), torch.ones_like(cost)
-            for _ in range(_LINE_TRIES):
-                new = left[open_] + far[:, None] * move
-                now_fit = new @ rows
-                now_weights = self.weights(now_fit, floor, (open_, EVERY))
-                now = (now_weights * (self.target[open_] - now_fit).square()).sum(1)
-                worse = now > cost
-                if not bool(worse.any()):
-                    break
-                far = torch.where(worse, far / 3, far)
-            better = now < cost
-            left[open_[better]] = new[better]
-            gained = better & (now < (1 - _LINE_ENOUGH) * cost - _LINE_ENOUGH)
-            open_, weights, cost = open_[gained], now_weights[gained], now[gained]
-            if len(open_) == 0:
-                break
-        return left
 
     def noise(self, fit: Tensor, weights: Tensor) -> Tensor:
         """Return a draw of what is left of the entries around a fit, weighted: [n, d]."""
         drawn = torch.randn(weights.shape, generator=self._rng).to(weights)
         return weights.sqrt() * self.deviation(fit) * drawn
 
-    def missing(self, left: Tensor, rows: Tensor, floor: float, scaled: bool = False) -> int:
+    def missing(self, left: Tensor, rows: Tensor, floor: float, scaled: bool = False, due: float = 0.0) -> int:
         """Return how many singular values of what a fit leaves, weighted, stand out of noise.
 
         Args:
@@ -253,12 +178,14 @@ class Fitting:
             floor: added to each entry's error.
             scaled: scale noise down to the middle of what is left: saturated entries are surer than their errors say.
                 It shows the last row of many (MiniLM, 1e-5, 115 of 116), and the arithmetic's own directions of few.
+            due: share of the floor that passes for noise: entries known far better than that are not fitted yet.
         """
         fit = left @ rows
         weights = self.weights(fit, floor)
-        rest, noise = (
-            torch.linalg.svdvals(_evened(t)) for t in (weights.sqrt() * (self.target - fit), self.noise(fit, weights))
-        )
+        drawn = self.noise(fit, weights)
+        if due:
+            drawn = drawn + due * torch.randn(drawn.shape, generator=self._rng).to(drawn)
+        rest, noise = (torch.linalg.svdvals(_evened(t)) for t in (weights.sqrt() * (self.target - fit), drawn))
         size = (rest.median() / noise.median()).clamp(max=1) if scaled else 1.0
         return int((rest > _EDGE * noise[0] * size).sum())
 
@@ -334,22 +261,24 @@ class Fitting:
                 left, rows = self.stage(left, rows, floor, fixed)
                 continue
             left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
-            settled = False
-            while missing := self.missing(left, rows, floor):
-                if missing <= max(2, len(rows) // _FEW) and not settled:
-                    left, rows = self.stage(left, rows, floor, fixed, _TURNS_GROWING, _ROUGH)
-                    settled = True
+            before, settled = float("inf"), False
+            while missing := self.missing(left, rows, floor, due=_DUE):
+                falls = missing < _FALLS * before
+                if falls or (missing <= max(2, len(rows) // _FEW) and not settled):
+                    before, settled = missing, not falls
+                    turns = 1 if falls else _TURNS_GROWING
+                    left, rows = self.stage(left, rows, floor, fixed, turns, _ROUGH)
                     continue
                 if len(rows) >= most:
                     return None
                 more = max(1, min(missing, len(rows) // _FACTOR, missing // _PART + 1))
                 left, rows = self._grown(left, rows, min(more, most - len(rows)), floor)
                 left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
-                settled = False
+                before, settled = float("inf"), False
         return self._finished(left, rows, fixed)
 
     def _finished(self, left: Tensor, rows: Tensor, fixed: int) -> LowRank:
-        """Return the fit with the errors of its directions.
+        """Return the fit's row space with the errors of its directions.
 
         A sample of the errors is the fit's own answer to a sample of the noise: the same weighted least squares with
         drawn residuals. Direction by direction its energy outside the space is what puts a true row off it.
@@ -362,11 +291,11 @@ class Fitting:
         for _ in range(_SAMPLES):
             pull = weights.sqrt() * self.noise(left @ rows, weights)
             drawn.append(_step(weights, pull, left, rows, 1e-8, _SETTLED, fixed)[1])
-        moved = torch.stack(drawn)
+        moved, rows = torch.stack(drawn) * self.columns, rows * self.columns
         error = moved.square().sum(1).mean(0).sqrt()
         scale = ((error.median() + _NO_ERROR) / (error + _NO_ERROR)).clamp(1 / _MOST_SCALED, _MOST_SCALED)
         q, t = torch.linalg.qr((rows * scale).T)
         turned = (moved * scale).mT @ torch.linalg.inv(t)
         turned = turned - q @ (q.T @ turned)
         lost, turn = torch.linalg.eigh((turned.mT @ turned).mean(0))
-        return LowRank(left, rows, (q @ turn).contiguous(), lost.clamp_min(0), scale)
+        return LowRank((q @ turn).contiguous(), lost.clamp_min(0), scale)

@@ -1,0 +1,91 @@
+"""Which words at which positions what is left of a gradient speaks for, once most rows are known.
+
+A direction that hides in the noise is no direction to a fit, but a word is one number of a dictionary of millions that
+all entries of the right column speak for together. With the known rows held fixed, each line leaves residuals; a
+candidate row x explains (x^T W r)^2 / x^T W' x of its squares, where W' is what the known rows leave of the weights W.
+Dropout hardly matters: a masked row is nine tenths its clean one. MiniLM, AdamW at 1e-5, 92 of 95 rows known: the first
+token, three copies of which are missing, explains 42,000 a line, the next word 1,100, and no fit showed the three.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.uneven.exact_rows import Masked
+from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices
+from gradaudit.leakage.uneven.weighted import Weighted
+
+_WORDS = 4096
+"""Tokens compared together: bounds memory."""
+_CLOSER = 64
+"""Candidates whose every line is measured; the others by one line of mean weights."""
+_RIDGE = 1e-12
+_OWN = 1e-6
+"""A word of which the known rows make all but this share has no part of its own, and gains nothing."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A word that may be missing.
+
+    Args:
+        gain: squared errors of a line that it explains, beside all known rows: 1 by chance.
+        token: its id.
+        position: 0-based.
+    """
+
+    gain: float
+    token: int
+    position: int
+
+
+@torch.no_grad()
+def overlooked(
+    fitting: Weighted, masked: Masked, left: Tensor, floor: float, positions: Sequence[int], ids: Tensor
+) -> list[Candidate]:
+    """Return the words that explain most of what the rows leave, the best first.
+
+    Args:
+        fitting: of the entries.
+        masked: the rows that are known.
+        left: [n, r] their signals, settled at the floor.
+        floor: added to each entry's error.
+        positions: looked at.
+        ids: [V] tokens looked at.
+    """
+    rows = masked.rows()
+    fit = left @ rows
+    weights = fitting.weights(fit, floor)
+    inverse = inverses(normal_matrices(rows, weights), _RIDGE)
+    pull = weights * (fitting.target - fit)
+    # signals settle to a thousandth; what the rows still explain would count for words that are like them
+    pull = pull - weights * ((inverse @ (pull @ rows.T)[..., None])[..., 0] @ rows)
+    mean = weights.mean(0)
+    beside = torch.linalg.qr((rows * mean.sqrt()).T).Q
+    rough: list[tuple[float, int, int]] = []
+    single, pulling = weights.float(), pull.float()
+    for position in positions:
+        for some in torch.split(ids, _WORDS):
+            x = _whole(masked, position, some)
+            explained = ((pulling @ x.T.float()).square() / (single @ x.T.float().square())).mean(0).double()
+            size = x.square() @ mean
+            own = size - ((x * mean.sqrt()) @ beside).square().sum(1)
+            gains, at = (explained * torch.where(own > _OWN * size, size / own, 0.0)).topk(min(_CLOSER, len(some)))
+            rough += [(g, t, position) for g, t in zip(gains.tolist(), some[at].tolist(), strict=True)]
+    rough = sorted(rough, reverse=True)[:_CLOSER]
+    found = []
+    for _, token, position in rough:
+        x = _whole(masked, position, torch.tensor([token], device=ids.device))[0]
+        cross = (weights * x) @ rows.T
+        own = weights @ x.square() - torch.einsum("nr,nrs,ns->n", cross, inverse, cross)
+        own = torch.where(own > _OWN * (weights @ x.square()), own, torch.inf)
+        found.append(Candidate(float(((pull @ x).square() / own).mean()), token, position))
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def _whole(masked: Masked, position: int, ids: Tensor) -> Tensor:
+    """Return tokens' rows with nothing dropped out, in units of the columns, [n, d]."""
+    clean = masked.inputs.clean(position, ids)
+    return masked.inputs.inputs(clean, torch.ones_like(clean, dtype=torch.bool), masked.rate) / masked.columns
