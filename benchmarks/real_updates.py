@@ -5,8 +5,8 @@
 Dropout 0.1 is on in every cell of a model that has it, labels and lengths are unknown. Draw 2026 was not used in
 development. Groups: adamw (one step with frozen word and position embeddings, and one as the transformers Trainer takes
 it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings trained), precision
-(autocast), defenses (noise, pruning), decoders. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text.
-Failures count 0.
+(autocast), defenses (noise, pruning), decoders. Records go to out/benchmarks (a run that was stopped goes on there) and
+hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def words() -> list[Cell]:
 
 
 def sentences() -> list[Cell]:
-    """Several steps of eight sentences, as `words` has them, for what becomes of their order; few batches: 20 s a step."""
+    """Several steps of eight sentences, for what becomes of their order; few batches: a step takes 20 s."""
     return [replace(cell, batches=n) for cell, n in zip(words(), (5, 3, 2, 1), strict=False)]
 
 
@@ -161,8 +161,7 @@ def row_of_words(done: Done) -> list[str]:
 
 def table(done: Sequence[Done]) -> list[list[str]]:
     """Return a group's rows."""
-    of_words = {c.name for c in PROGRAM.groups["words"](None)}
-    return [row_of_words(d) if d.cell.name in of_words else row(d) for d in done if d.records]
+    return [row_of_words(d) if d.cell.name.startswith("real-words-") else row(d) for d in done if d.records]
 
 
 def name(group: str, cell: Cell) -> str:
