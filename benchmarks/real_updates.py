@@ -1,12 +1,12 @@
 """What is read from the updates that clients really send: weight changes of AdamW and SGD, low precision, noise.
 
-    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words precision defenses decoders
+    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences precision defenses decoders
 
 Dropout 0.1 is on in every cell of a model that has it, labels and lengths are unknown. Draw 2026 was not used in
 development. Groups: adamw (one step with frozen word and position embeddings, and one as the transformers Trainer takes
-it), sgd (one step, and minibatches), words (several steps of AdamW, embeddings trained), precision (autocast), defenses
-(noise, pruning), decoders. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text.
-Failures count 0.
+it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings trained), precision
+(autocast), defenses (noise, pruning), decoders. Records go to out/benchmarks (a run that was stopped goes on there) and
+hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ def words() -> list[Cell]:
     return [Cell("cola", 8 * steps, n, how, seed=DRAW) for steps, n in ((2, 10), (4, 10), (8, 5), (16, 5), (64, 2))]
 
 
+def sentences() -> list[Cell]:
+    """Several steps of eight sentences, for what becomes of their order; few batches: a step takes 20 s."""
+    return [replace(cell, batches=n) for cell, n in zip(words(), (5, 3, 2, 1), strict=False)]
+
+
 def precision() -> list[Cell]:
     """One gradient under autocast."""
     return [one(b, n, precision=p) for p in ("bf16", "fp16") for b, n in ((1, 10), (4, 5), (8, 2))]
@@ -96,6 +101,7 @@ GROUPS = {
     "adamw": adamw,
     "sgd": sgd,
     "words": words,
+    "sentences": sentences,
     "precision": precision,
     "defenses": defenses,
     "decoders": decoders,
@@ -155,7 +161,7 @@ def row_of_words(done: Done) -> list[str]:
 
 def table(done: Sequence[Done]) -> list[list[str]]:
     """Return a group's rows."""
-    return [row_of_words(d) if d.cell.client.get("minibatch") == 8 else row(d) for d in done if d.records]
+    return [row_of_words(d) if d.cell.name.startswith("real-words-") else row(d) for d in done if d.records]
 
 
 def name(group: str, cell: Cell) -> str:

@@ -22,8 +22,8 @@ from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.decoded import DecodedChange, decode_change
 from gradaudit.leakage.uneven.entries import Entries, entries
+from gradaudit.leakage.uneven.marks import sentences_of
 from gradaudit.leakage.uneven.words import read_words
-from gradaudit.models.base import TextModel
 from gradaudit.registry import hyper, register
 from gradaudit.types import NamedWord, Observation, Reconstruction
 
@@ -100,14 +100,14 @@ class Decode(Attack):
         if words is None:
             return self._read(seen, rng)
         if (seen.knowledge.steps or 1) > 1:
-            return _by_step(seen.model, words)
+            return _by_step(seen, words, rng)
         try:
             found = self._read(seen, rng)
         except NotSupportedError as refusal:
             found = Reconstruction(notes=(str(refusal),))
         if found.sequences:
             return replace(found, words=words)
-        bags = _by_step(seen.model, words)
+        bags = _by_step(seen, words, rng)
         return replace(bags, notes=(*bags.notes, *found.notes))
 
     def _read(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -360,19 +360,28 @@ def _followed(seen: Observation, changes: Entries, found: DecodedChange, details
     return Reconstruction(texts, None, tuple("proven" if one else "likely" for one in sure), tuple(notes), details)
 
 
-def _by_step(model: TextModel, words: Sequence[NamedWord]) -> Reconstruction:
-    """Return words of several steps: a guess a step of those that one minibatch held, in the order of their ids."""
-    special, each = model.special, dict[int, list[int]]()
-    for word in words:
-        if word.steps is not None and len(word.steps) == 1 and word.token not in special.ids:
-            each.setdefault(word.steps[0], []).append(word.token)
-    bags = [(*special.prefix, *each[step], *special.suffix)[: model.max_length] for step in sorted(each)]
-    told = sum(word.steps is not None for word in words) if len(each) > 1 else 0
-    steps = f", the local steps of {told}" if told else ""
-    note = f"the word embedding's rows name {len(words)} words of the batch{steps}, and no order"
+def _by_step(seen: Observation, words: Sequence[NamedWord], rng: torch.Generator) -> Reconstruction:
+    """Return words of several steps: each step's as sentences where embeddings tell, else in the order of their ids."""
+    model, known, special = seen.model, seen.knowledge, seen.model.special
+    size = (known.training.minibatch if known.training is not None else None) or known.batch_size
+    steps = sorted({step for word in words for step in word.steps or ()})
+    guesses: list[tuple[int, ...]] = []
+    ordered = True
+    for step in steps:
+        found = sentences_of(seen, words, step, size, rng) if size else None
+        if found is None:
+            ordered = False
+            own = (w.token for w in words if w.steps == (step,) and w.token not in special.ids)
+            found = [(*special.prefix, *own, *special.suffix)]
+        guesses += [one[: model.max_length] for one in found]
+    told = sum(word.steps is not None for word in words) if len(steps) > 1 else 0
+    note = f"the word embedding's rows name {len(words)} words of the batch" + (
+        f", the local steps of {told}" * (told > 0)
+    )
+    note += "; their order and sentences are guesses" if ordered and steps else ", and no order"
     return Reconstruction(
-        tuple(bags),
-        certificates=("guess",) * len(bags),
+        tuple(guesses),
+        certificates=("guess",) * len(guesses),
         notes=(note,),
         details={"words": len(words)},
         words=tuple(words),

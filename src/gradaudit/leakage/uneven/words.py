@@ -60,26 +60,29 @@ def moved(how: LocalTraining, rates: Sequence[float], gradients: dict[int, Tenso
     return found
 
 
-def touched_rows(seen: Observation, rates: Sequence[float], how: LocalTraining) -> tuple[Tensor, Tensor] | None:
-    """Return the ids of tokens whose rows moved beyond decay, and how far, [n] and [n, d] float64; None if not seen.
+def decayed(seen: Observation, group: str, rates: Sequence[float]) -> Tensor | None:
+    """Return how far rows of an embedding moved beyond decay, [V, d] float64, 0 where rounding may be all of it.
 
     Args:
         seen: the observation.
+        group: "word" or "position".
         rates: learning rate of each step.
-        how: for the decay.
+
+    Returns:
+        None where it was not seen.
     """
-    names = [name for name in seen.model.group("word") if name in seen.tensors]
-    if not names:
+    names = [name for name in seen.model.group(group) if name in seen.tensors]
+    if not names or seen.knowledge.training is None:
         return None
     before = seen.model.parameters()[names[0]].detach()
     kept = before.clone()
     for rate in rates:
-        kept.mul_(1 - rate * how.weight_decay)
+        kept.mul_(1 - rate * seen.knowledge.training.weight_decay)
     after = before + seen.tensors[names[0]]
     rest = after.double() - kept.double()
     # what was sent is a difference of weights: put back, it rounds once more
-    rows = torch.where((rest.abs() > 2 * grid(before)).any(1))[0]
-    return rows, rest[rows]
+    moved = (rest.abs() > 2 * grid(before)).any(1, keepdim=True)
+    return torch.where(moved, rest, torch.zeros_like(rest))
 
 
 def read_words(seen: Observation) -> tuple[NamedWord, ...] | None:
@@ -95,13 +98,15 @@ def read_words(seen: Observation) -> tuple[NamedWord, ...] | None:
     if steps is None or steps > _MOST_DECAYS:
         return None
     rates = how.rates(steps)
-    found = touched_rows(seen, rates, how)
-    if found is None or len(found[0]) == 0 or len(found[0]) > len(seen.model.word_vectors()) // 2:
+    rest = decayed(seen, "word", rates)
+    if rest is None:
         return None
-    ids, rest = found
+    ids = torch.where((rest != 0).any(1))[0]
+    if not 0 < len(ids) <= len(rest) // 2:
+        return None
     if steps > _MOST_STEPS or how.epochs > 1:
         return tuple(NamedWord(token, None) for token in ids.tolist())
-    told = _told(how, rates, rest.abs().cpu())
+    told = _told(how, rates, rest[ids].abs().cpu())
     return tuple(NamedWord(token, where) for token, where in zip(ids.tolist(), told, strict=True))
 
 
