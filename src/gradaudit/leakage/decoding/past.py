@@ -335,7 +335,7 @@ def _through(tree: Tree) -> bool:
     starts: list[Place] = [(), *tree.sentences()]
     beams: list[list[tuple[float, Place]]] = [[(0.0, place)] for place in starts]
     for depth in range(_DEEP):
-        proofs: list[tuple[float, Place, int]] = []
+        proofs: list[tuple[float, float, Place, int]] = []
         for at, start in enumerate(starts):
             longer: list[tuple[float, Place]] = []
             for score, place in beams[at]:
@@ -346,10 +346,11 @@ def _through(tree: Tree) -> bool:
                 longer += [(score + math.log(left[w] / tree.before(w)), (*place, w)) for w in left]
             longer = sorted(some for some in longer if some[1] not in tree.grown)
             beams[at] = longer if depth == 0 else longer[:_BEAM]
-            proofs += [(tree.proof(place), place, len(start)) for _, place in beams[at]]
-        # a run with one word wrong may do where little came back from it: the best one counts
-        value, place, start_length = min(proofs, default=(math.inf, (), 0))
-        if value < 1:
+            proofs += [(score, tree.proof(place), place, len(start)) for score, place in beams[at]]
+        # a run with one word wrong may do where little came back from it: the one counts that its own words speak for
+        proven = [one for one in proofs if one[1] < 1]
+        if proven:
+            _, _, place, start_length = min(proven)
             for n in range(start_length, len(place)):
                 tree.add(place[n], place[:n])
             tree.grow([place])
