@@ -12,7 +12,7 @@ import torch
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
-from gradaudit.leakage.uneven.marks import arranged, sentences_of
+from gradaudit.leakage.uneven.marks import arranged, marks_of, sentences_of
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -31,6 +31,13 @@ STEPS = LocalTraining("adamw", 5e-5, weight_decay=0.01, minibatch=4, clip_norm=1
 @pytest.fixture(scope="module")
 def minilm():
     return load_model(ModelSpec("minilm"))
+
+
+def read(seen: Observation, words, size: int = 4) -> list[tuple[int, ...]]:
+    """Return the sentences of both steps."""
+    marks = marks_of(seen)
+    assert marks is not None
+    return [one for step in (0, 1) for one in sentences_of(seen, marks, words, step, size, stream(0, "attack"))]
 
 
 def change(model) -> tuple[Observation, Batch]:
@@ -73,7 +80,7 @@ def test_words_of_two_steps_come_back_in_order_and_with_those_beside_them(minilm
     at = {token: place for text in batch.sequences() for place, token in enumerate(text)}
     words = read_words(seen)
     assert words is not None
-    found = [one for step in (0, 1) for one in sentences_of(seen, words, step, 4, stream(0, "attack")) or ()]
+    found = read(seen, words)
     pairs = [pair for one in found for pair in pairwise(one[1:-1])]
     assert len(pairs) > 30
     assert sum(at[a] < at[b] for a, b in pairs) > 0.7 * len(pairs), "half by chance"
@@ -90,17 +97,30 @@ def test_marks_of_other_words_place_nothing(minilm):
     ids = torch.tensor([word.token for word in words])
     other = replace(seen, tensors={**seen.tensors, name: seen.tensors[name].clone()})
     other.tensors[name][ids] = seen.tensors[name][ids.roll(7)]
-    found = [one for step in (0, 1) for one in sentences_of(other, words, step, 4, stream(0, "attack")) or ()]
+    found = read(other, words)
     pairs = [pair for one in found for pair in pairwise(one[1:-1])]
     assert sum(at[a] < at[b] for a, b in pairs) < 0.6 * len(pairs)
 
 
 def test_without_positions_words_come_without_order(minilm):
     seen, _ = change(minilm)
+    few = {name: t for name, t in seen.tensors.items() if name not in minilm.group("position")}
+    seen = replace(seen, tensors=few)
+    assert marks_of(seen) is None
+    found = Decode()(seen, stream(0, "attack"))
+    assert len(found.sequences) == 2
+    assert all(list(one[1:-1]) == sorted(one[1:-1]) for one in found.sequences)
+    assert "no order" in found.notes[0]
+
+
+@pytest.mark.parametrize("size", [1, 10**9])
+def test_what_a_bundle_says_of_its_size_is_not_believed(minilm, size: int):
+    seen, _ = change(minilm)
     words = read_words(seen)
     assert words is not None
-    few = {name: t for name, t in seen.tensors.items() if name not in minilm.group("position")}
-    assert sentences_of(replace(seen, tensors=few), words, 0, 4, stream(0, "attack")) is None
+    found = read(seen, words, size)
+    assert all(len(one) <= minilm.max_length for one in found)
+    assert sum(map(len, found)) <= 4 * len(words)
 
 
 def test_several_steps_end_in_guesses_of_sentences(minilm):

@@ -22,7 +22,7 @@ from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.decoded import DecodedChange, decode_change
 from gradaudit.leakage.uneven.entries import Entries, entries
-from gradaudit.leakage.uneven.marks import sentences_of
+from gradaudit.leakage.uneven.marks import marks_of, sentences_of
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
 from gradaudit.types import NamedWord, Observation, Reconstruction
@@ -41,6 +41,10 @@ _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _READ: frozenset[Trait] = frozenset({"zero mean", "support", "unit norm", "scaled", "stand-ins", "one example clipped"})
 """What entries with errors can be read behind: it shows in the entries themselves, or is a scale."""
+_UNTOLD = (
+    "how the weights were changed was not told (optimizer, rate, sentences): a server that knows reads far more; see "
+    "capture(..., training=...)"
+)
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -98,7 +102,9 @@ class Decode(Attack):
             )
         words = read_words(seen)
         if words is None:
-            return self._read(seen, rng)
+            found = self._read(seen, rng)
+            untold = seen.kind == "delta" and seen.knowledge.training is None
+            return replace(found, notes=(*found.notes, _UNTOLD)) if untold else found
         if (seen.knowledge.steps or 1) > 1:
             return _by_step(seen, words, rng)
         try:
@@ -365,20 +371,19 @@ def _by_step(seen: Observation, words: Sequence[NamedWord], rng: torch.Generator
     model, known, special = seen.model, seen.knowledge, seen.model.special
     size = (known.training.minibatch if known.training is not None else None) or known.batch_size
     steps = sorted({step for word in words for step in word.steps or ()})
+    marks = marks_of(seen)
     guesses: list[tuple[int, ...]] = []
-    ordered = True
+    ordered = False
     for step in steps:
-        found = sentences_of(seen, words, step, size, rng) if size else None
-        if found is None:
-            ordered = False
-            own = (w.token for w in words if w.steps == (step,) and w.token not in special.ids)
-            found = [(*special.prefix, *own, *special.suffix)]
-        guesses += [one[: model.max_length] for one in found]
-    told = sum(word.steps is not None for word in words) if len(steps) > 1 else 0
-    note = f"the word embedding's rows name {len(words)} words of the batch" + (
-        f", the local steps of {told}" * (told > 0)
-    )
-    note += "; their order and sentences are guesses" if ordered and steps else ", and no order"
+        found = sentences_of(seen, marks, words, step, size, rng) if marks is not None and size is not None else []
+        ordered |= bool(found)
+        own = (w.token for w in words if w.steps == (step,) and w.token not in special.ids)
+        guesses += found or [(*special.prefix, *own, *special.suffix)]
+    guesses = [one[: model.max_length] for one in guesses]
+    note = f"the word embedding's rows name {len(words)} words of the batch"
+    if len(steps) > 1:
+        note += f", the local steps of {sum(word.steps is not None for word in words)}"
+    note += "; their order and sentences are guesses" if ordered else ", and no order"
     return Reconstruction(
         tuple(guesses),
         certificates=("guess",) * len(guesses),

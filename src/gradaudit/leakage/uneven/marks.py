@@ -12,13 +12,14 @@ better), and words go where that is like their mark.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradaudit.leakage.uneven.words import decayed
+from gradaudit.leakage.uneven.words import beyond_decay
 from gradaudit.progress import step as told
 from gradaudit.types import NamedWord, Observation
 
@@ -36,52 +37,83 @@ _HOT, _WARM, _COLD = 6.0, 3.0, 0.3
 """Temperatures of the annealing, in log likelihood: from the first, or the second where it goes on, to the last."""
 _MOVES, _MENDING, _BEGUN = 2000, 300, 3
 """Moves tried a word, and where it goes on; and how often it is begun: the likeliest arrangement of all counts."""
+_MOST = 30_000_000
+"""Words times places at most, each a number that is held three times: bounds memory."""
 
 Place = tuple[int, int]
 """Sentence and position."""
 
 
-def sentences_of(
-    seen: Observation, words: Sequence[NamedWord], step: int, size: int, rng: torch.Generator
-) -> list[tuple[int, ...]] | None:
-    """Return the words of one step's minibatch as sentences, likeliest order; None where positions were not trained.
+@dataclass(frozen=True)
+class Marks:
+    """What training left in the embeddings.
+
+    Args:
+        words: [V, d] by token.
+        places: [P, d] by position of a text.
+        steps: how many left it.
+    """
+
+    words: Tensor
+    places: Tensor
+    steps: int
+
+
+def marks_of(seen: Observation) -> Marks | None:
+    """Return the marks of a weight change; None where words or positions were not trained, or not by a known optimizer.
 
     Args:
         seen: the observation.
+    """
+    model, known = seen.model, seen.knowledge
+    if known.training is None or known.steps is None:
+        return None
+    rates = known.training.rates(known.steps)
+    words, places = (beyond_decay(seen, group, rates) for group in ("word", "position"))
+    if words is None or places is None:
+        return None
+    at = model.family.position_ids(torch.arange(model.max_length, device=places.device))
+    return Marks(words, places[at], known.steps)
+
+
+def sentences_of(
+    seen: Observation, marks: Marks, words: Sequence[NamedWord], step: int, size: int, rng: torch.Generator
+) -> list[tuple[int, ...]]:
+    """Return the words of one step's minibatch as sentences, in their likeliest order; none where that cannot be told.
+
+    Args:
+        seen: the observation.
+        marks: of it.
         words: with the steps each was in.
         step: which one.
         size: sentences of its minibatch.
         rng: for the annealing.
     """
-    model, known = seen.model, seen.knowledge
-    assert known.training is not None
-    rates = known.training.rates(known.steps or 1)
-    rows, places = (decayed(seen, group, rates) for group in ("word", "position"))
-    if rows is None or places is None:
-        return None
-    special, before = model.special, len(model.special.prefix)
+    model, special = seen.model, seen.model.special
+    before, ends = len(special.prefix), len(special.prefix) + len(special.suffix)
     ids = [w.token for w in words if w.steps is not None and step in w.steps and w.token not in special.ids]
-    at = model.family.position_ids(torch.arange(model.max_length, device=places.device))
-    moved = torch.where(places[at].abs().sum(1) > 0)[0]
+    moved = torch.where((marks.places != 0).any(1))[0]
     if not ids or len(moved) == 0:
-        return None
-    inner = range(before, max(before + 1, int(moved.max()) + 1 - len(special.suffix)))
-    width = max(len(inner), -(-len(ids) // size))
-    marks, held = (_unit(t) for t in (rows[ids], places[at[before : before + width]]))
-    deviation = _SPREAD / math.sqrt(rows.shape[1])
-    here = 2 / math.pi / math.sqrt(size * len(rates))
-    by_place = _likelier(marks @ held.T, here, deviation)[:, None].expand(-1, size, -1).cpu().numpy()
-    together = _likelier(marks @ marks.T, _TOGETHER, deviation)
+        return []
+    size = min(size, len(ids))  # what a bundle says of itself may be anything
+    width = min(max(int(moved.max()) + 1 - ends, -(-len(ids) // size)), model.max_length - ends)
+    if width < 1 or len(ids) > size * width or len(ids) * size * width > _MOST:
+        return []
+    own, held = (_unit(t) for t in (marks.words[ids], marks.places[before : before + width]))
+    deviation = _SPREAD / math.sqrt(own.shape[1])
+    here = 2 / math.pi / math.sqrt(size * marks.steps)
+    by_place = _likelier(own @ held.T, here, deviation)[:, None].expand(-1, size, -1).cpu().numpy()
+    together = _likelier(own @ own.T, _TOGETHER, deviation)
     together.fill_diagonal_(0)
     beside = together.cpu().numpy()
     found = []
     for chain in range(_BEGUN):
-        told(f"decode: sentences of step {step + 1} of {len(rates)}", chain, _BEGUN)
+        told(f"decode: sentences of step {step + 1} of {marks.steps}", chain, _BEGUN)
         total, where = arranged(by_place, beside, rng)
         simulated = np.zeros_like(by_place)
         for turn in range(1, 1 + _TURNS if model.spec.task == "classification" else 0):
             texts = [[*special.prefix, *one, *special.suffix] for one in _read(where, ids, size)]
-            simulated = simulated / 2 + _simulated(seen, texts, where, marks, by_place.shape) / 2
+            simulated = simulated / 2 + _simulated(seen, texts, where, own, by_place.shape) / 2
             total, where = arranged(by_place + (_TRUST * turn / _TURNS) * simulated, beside, rng, where)
         found.append((total, where))
     best = max(found, key=lambda one: one[0])[1]
@@ -107,6 +139,7 @@ def _simulated(
         shape: n, s, p.
     """
     model = seen.model
+    texts = [text or [0] for text in texts]  # where no special token frames them, a sentence may have none at all
     longest = max(map(len, texts))
     ids = torch.tensor([[*t, *[0] * (longest - len(t))] for t in texts], device=marks.device)
     mask = torch.tensor([[1] * len(t) + [0] * (longest - len(t)) for t in texts], device=marks.device)

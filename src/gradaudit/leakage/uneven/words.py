@@ -60,7 +60,7 @@ def moved(how: LocalTraining, rates: Sequence[float], gradients: dict[int, Tenso
     return found
 
 
-def decayed(seen: Observation, group: str, rates: Sequence[float]) -> Tensor | None:
+def beyond_decay(seen: Observation, group: str, rates: Sequence[float]) -> Tensor | None:
     """Return how far rows of an embedding moved beyond decay, [V, d] float64, 0 where rounding may be all of it.
 
     Args:
@@ -98,7 +98,7 @@ def read_words(seen: Observation) -> tuple[NamedWord, ...] | None:
     if steps is None or steps > _MOST_DECAYS:
         return None
     rates = how.rates(steps)
-    rest = decayed(seen, "word", rates)
+    rest = beyond_decay(seen, "word", rates)
     if rest is None:
         return None
     ids = torch.where((rest != 0).any(1))[0]
