@@ -357,13 +357,17 @@ def _followed(seen: Observation, changes: Entries, found: DecodedChange, details
         return Reconstruction((bag,), None, ("guess",), tuple(notes), details)
     tree = read_sentences(signals)
     sentences = tree.sentences()
-    sure = [found.told.whole and tree.certain(s) and model.spec.task != "causal-lm" for s in sentences]
+    proofs = found.told.whole and model.spec.task != "causal-lm"
+    certificates = [
+        "guess" if tree.open_ & set(one) else "proven" if proofs and tree.certain(one) else "likely"
+        for one in sentences
+    ]
     if tree.open_:
         notes.append(f"{len(tree.open_)} of {len(found.rows)} words are not explained by where they were put")
     if model.spec.task == "causal-lm":
         notes.append(_LAST_MISSING)
     texts = tuple(tuple(found.rows[at].token for at in sentence) for sentence in sentences)
-    return Reconstruction(texts, None, tuple("proven" if one else "likely" for one in sure), tuple(notes), details)
+    return Reconstruction(texts, None, tuple(certificates), tuple(notes), details)
 
 
 def _by_step(seen: Observation, words: Sequence[NamedWord], rng: torch.Generator) -> Reconstruction:

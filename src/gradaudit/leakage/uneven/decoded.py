@@ -1,5 +1,7 @@
 """The rows of a batch from entries that are known unevenly: fit, decode, judge, and fit again with what was decoded."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -195,26 +197,61 @@ class _Decoding:
         rows = self.masked(inputs).rows()
         self.missing = self.fitting.missing(self.fitting.signals(rows, _COARSE[-1]), rows, _COARSE[-1])
 
+    def complete(self) -> bool:
+        """Say whether the rows make whole sentences: at each position as many as before it, less those that ended."""
+        ending = self.model.special.suffix[-1:]
+        here = Counter(row.position for row in self.rows)
+        ended = Counter(row.position for row in self.rows if (row.token,) == ending)
+        held = all(here[place + 1] == here[place] - ended[place] for place in range(len(here)))
+        return not self.whole and held and here[0] == self.how.size
+
     def listen(self, inputs: MaskedInputs) -> None:
-        """Add rows that what is left speaks for, as long as that makes fewer missing; see `overlooked`."""
+        """Add rows that must be there, or that what is left speaks for, as long as that makes fewer missing."""
+        while 0 < self.missing <= _STRAY:
+            if not self.tried(inputs, self.owed()) and not self.tried(inputs, self.loud(inputs)):
+                return
+
+    def owed(self) -> list[Candidate]:
+        """Return the tokens that every sentence begins with, where fewer are known than there are sentences.
+
+        A copy's own part beside those known is the pattern of its mask alone, which no clean row is like.
+        """
+        known = Counter((row.token, row.position) for row in self.rows)
+        first = [(token, place) for place, token in enumerate(self.model.special.prefix)]
+        short = 0 if self.whole else self.how.size or 0
+        return [Candidate(math.inf, token, place) for token, place in first if known[token, place] < short]
+
+    def loud(self, inputs: MaskedInputs) -> list[Candidate]:
+        """Return the words that explain most of what is left; see `overlooked`."""
         never = self.model.special.ids - {*self.model.special.prefix, *self.model.special.suffix}
         every = [t for t in range(self.model.vocabulary_size) if t not in never]
         ids = torch.tensor(every, device=inputs.basis.device)
-        while 0 < self.missing <= _STRAY:
-            before, missing, masked = self.rows, self.missing, self.masked(inputs)
-            left = self.fitting.signals(masked.rows(), _COARSE[-1])
-            last = max(row.position for row in before) + 1 if self.model.absolute_positions else 0
-            places = range(min(last + 1, self.how.max_length, self.model.max_length))
-            heard = overlooked(self.fitting, masked, left, _COARSE[-1], places, ids)
-            loud = [one for one in heard if one.gain > max(_IDLE, _LOUD * heard[0].gain)]
-            copies = 1 if self.whole or len(loud) > 1 else self.copies(loud)
-            more = [self.drawn(inputs, one, copies > 1) for one in loud[:missing] for _ in range(copies)]
-            self.rows = [*before, *more][: self.most]
-            self.keep(self.mended(self.masked(inputs), _COARSE)[0])
-            self.count(inputs)
-            if self.missing >= missing:
-                self.rows, self.missing = before, missing
-                return
+        masked = self.masked(inputs)
+        left = self.fitting.signals(masked.rows(), _COARSE[-1])
+        last = max(row.position for row in self.rows) + 1 if self.model.absolute_positions else 0
+        places = range(min(last + 1, self.how.max_length, self.model.max_length))
+        heard = overlooked(self.fitting, masked, left, _COARSE[-1], places, ids)
+        return [one for one in heard if one.gain > max(_IDLE, _LOUD * heard[0].gain)][: self.missing]
+
+    def tried(self, inputs: MaskedInputs, more: Sequence[Candidate]) -> bool:
+        """Add rows where that makes fewer missing, and say whether it does."""
+        if not more:
+            return False
+        before, missing = self.rows, self.missing
+        copies = 1 if self.whole or len(more) > 1 else self.copies(more)
+        known = {(row.token, row.position) for row in before}
+        drawn = [
+            self.drawn(inputs, one, copies > 1 or (one.token, one.position) in known)
+            for one in more
+            for _ in range(copies)
+        ]
+        self.rows = [*before, *drawn][: self.most]
+        self.keep(self.mended(self.masked(inputs), _COARSE)[0])
+        self.count(inputs)
+        if self.missing < missing:
+            return True
+        self.rows, self.missing = before, missing
+        return False
 
     def copies(self, loud: Sequence[Candidate]) -> int:
         """Return how many rows more may be the one word's that is heard."""
@@ -222,7 +259,7 @@ class _Decoding:
         return max(1, min(self.missing, (self.how.size or self.missing + known) - known))
 
     def drawn(self, inputs: MaskedInputs, one: Candidate, masked: bool) -> Row:
-        """Return a candidate's row, under a mask drawn at random where several are begun that must differ."""
+        """Return a candidate's row, under a mask drawn at random where it must differ from its copies."""
         clean = inputs.clean(one.position, torch.tensor([one.token], device=inputs.basis.device))[0]
         kept = torch.rand(clean.shape, generator=self.rng) >= self.how.rate * masked
         return Row(one.token, one.position, kept.to(clean.device), clean)
@@ -315,11 +352,13 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)])
         before = len(state.rows)
         state.look(inputs, fit.scale, effort)
-        if state.rows:
+        stays, complete = len(state.rows) == before, state.complete()
+        if state.rows and (stays or not complete):
             state.listen(inputs)
-        stays = len(state.rows) == before
+            stays = len(state.rows) == before
         if not (stays and told is not None):
-            worth = state.missing == 0 or (state.missing <= _STRAY and (stays or len(state.rows) < _FEW))
+            few = state.missing <= _STRAY and (stays or complete or len(state.rows) < _FEW)
+            worth = state.missing == 0 or few
             told = state.explained(inputs) if worth and state.rows else None
         if told is not None and state.ends(told, stays):
             break

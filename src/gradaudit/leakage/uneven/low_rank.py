@@ -45,6 +45,9 @@ _FEW, _FACTOR, _PART = 8, 3, 4
 many as there are, and a quarter of the values that stand out, since weights spread one direction over several."""
 _FALLS = 0.8
 """While what is missing falls to this share the fit still converges: what stands out need not be a direction."""
+_IDLE = 8
+"""Single directions added in vain before the few that still stand out pass for errors told too small: entries of SGD at
+1e-4 asked for more without end (MiniLM, 10 tokens)."""
 _DUE = 0.1
 """A stage need not fit entries better than to this share of its floor. Without, entries known to 1e-6 (SGD at 0.1) ask
 for 127 directions of 50 rows: Gauss-Newton is not that far yet."""
@@ -261,8 +264,8 @@ class Fitting(Weighted):
                 left, rows = self.stage(left, rows, floor, fixed)
                 continue
             left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
-            before, settled = float("inf"), False
-            while missing := self.missing(left, rows, floor, due=_DUE):
+            before, settled, last, idle = float("inf"), False, most + 1, 0
+            while (missing := self.missing(left, rows, floor, due=_DUE)) and idle < _IDLE:
                 falls = missing < _FALLS * before
                 if falls or (missing <= max(2, len(rows) // _FEW) and not settled):
                     before, settled = missing, not falls
@@ -271,6 +274,7 @@ class Fitting(Weighted):
                     continue
                 if len(rows) >= most:
                     return None
+                idle, last = idle + 1 if last <= missing <= _FEWEST else 0, missing
                 more = max(1, min(missing, len(rows) // _FACTOR, missing // _PART + 1))
                 left, rows = self._grown(left, rows, min(more, most - len(rows)), floor)
                 left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
