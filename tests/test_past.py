@@ -11,7 +11,8 @@ from torch import Tensor
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
-from gradaudit.leakage.decoding.past import WordSignals, read_sentences
+from gradaudit.leakage.decoding.past import read_sentences
+from gradaudit.leakage.decoding.word_signals import WordSignals
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream

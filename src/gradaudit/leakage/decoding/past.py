@@ -11,157 +11,24 @@ queries behind them whether a sentence goes on.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
+from gradaudit.leakage.decoding.word_signals import Place, WordSignals
 from gradaudit.progress import step
 
-_SLACK, _DEVIATIONS = 1.2, 6.0
-"""A signal is explained below this chi^2 per degree of freedom: errors are told to a tenth (SmolLM2: 0.8 to 1.13 over
-500 degrees), and so many standard deviations of chi^2 on top."""
-_FREE = 1
-"""Fewest coordinates a head that the past must leave free."""
 _PLACES, _BENT = 8, 0.5
 """Most places of one word that are told apart by its query, and the share of a head's coordinates that they may take:
 of many places some explain anything."""
 
+_BEHIND = 3
+"""Words that a key is asked for."""
 _DEEP, _BEAM = 6, 32
 """Open words tried one behind the other, and how many such runs are followed behind each sentence so far."""
-_HEARD = 0.1
-"""Largest error of a silent word as a share of the other words' signals: above it, nothing came back is not known."""
 _SHARP, _APART = 10.0, 2.0
 """The place that explains a signal leaves a tenth of it at most, and the next best one is so far above the limit."""
-
-Place = tuple[int, ...]
-"""The words before, first to last."""
-
-
-@dataclass(frozen=True)
-class WordSignals:
-    """What came back to queries and keys of block 0, word by word.
-
-    Args:
-        toward_queries: [W, H, h] signals.
-        toward_keys: [W, G, h]; G heads share keys in groups of H / G.
-        query_errors: [W, H, h] their standard deviations.
-        key_errors: [W, G, h].
-        queries: [W, H, h] before they are turned.
-        keys: [W, G, h].
-        turned: turns vectors [n, heads, h] by positions [n].
-        positions: of the words, where their rows have one; None where a word fits anywhere.
-    """
-
-    toward_queries: Tensor
-    toward_keys: Tensor
-    query_errors: Tensor
-    key_errors: Tensor
-    queries: Tensor
-    keys: Tensor
-    turned: Callable[[Tensor, Tensor], Tensor]
-    positions: Sequence[int] | None = None
-
-    def fits(self, word: int, place: Place) -> bool:
-        """Say whether a word can stand there."""
-        return self.positions is None or self.positions[word] == len(place)
-
-    def _turned(self, vectors: Tensor, words: Sequence[int], offsets: Sequence[int]) -> Tensor:
-        """Return some words' vectors turned by offsets, [heads, n, h]."""
-        device = vectors.device
-        some = vectors[torch.tensor(words, dtype=torch.long, device=device)]
-        return self.turned(some, torch.tensor(offsets, device=device)).transpose(0, 1)
-
-    def past(self, place: Place) -> Tensor:
-        """Return the keys of a place's words as a query behind them sees them, [H, t, h]."""
-        length = len(place)
-        keys = self._turned(self.keys, place, range(-length, 0))
-        return keys.repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 0)
-
-    def unexplained(self, words: Sequence[int], places: Sequence[Sequence[Place]]) -> list[float]:
-        """Return by word what its places leave of its query's signal, below 1 where they explain it.
-
-        Args:
-            words: w words.
-            places: of each; of the same lengths for all words.
-        """
-        device = self.keys.device
-        index = torch.tensor(words, dtype=torch.long, device=device)
-        own = self.keys[index].repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 1)[:, :, None]
-        if all(len(set(some)) == 1 for some in zip(*places, strict=True)):
-            atoms = torch.cat([self.past(place) for place in places[0]], 1)[None]
-        else:
-            atoms = torch.stack([torch.cat([self.past(place) for place in some], 1) for some in places])
-        # the rows of S sum to zero: what is added to one key is taken from the word's own
-        return _left(self.toward_queries[index], self.query_errors[index], atoms - own)
-
-    def needed(self, word: int, places: Sequence[Place]) -> bool:
-        """Say whether no word of a word's places could be left out: each got something back from its query.
-
-        A place with one word too many explains as well, and so do two places that have each a part of the true one.
-        """
-        seen = sorted({(w, n - len(place)) for place in places for n, w in enumerate(place)})
-        keys = self._turned(self.keys, [w for w, _ in seen], [n for _, n in seen])
-        keys = keys.repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 0)
-        own = self.keys[word].repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 0)[:, None]
-        without = [torch.cat([keys[:, :n], keys[:, n + 1 :]], 1) - own for n in range(len(seen))]
-        signals, errors = self.toward_queries[word, None], self.query_errors[word, None]
-        return min(_left(signals, errors, torch.stack(without)), default=0.0) >= 1
-
-    def ends(self, word: int, futures: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
-        """Return what a word and others behind it leave of its key's signal, below 1 where they explain it.
-
-        Args:
-            word: occurs in one place.
-            futures: tried one by one, as many words in each: a word and its distance.
-        """
-        group = self.queries.shape[1] // self.keys.shape[1]
-        atoms = []
-        for behind in futures:
-            seen = self._turned(self.queries, (word, *(w for w, _ in behind)), (0, *(n for _, n in behind)))
-            heads, count, width = seen.shape
-            atoms.append(seen.reshape(heads // group, group * count, width))
-        signals, errors = self.toward_keys[word, None], self.key_errors[word, None]
-        return _left(signals, errors, torch.stack(atoms)) if atoms else []
-
-    def whole(self, word: int) -> float:
-        """Return the signal of a word's query as a share of the limit below which nothing came back."""
-        size = (self.toward_queries[word] / self.query_errors[word]).square().mean()
-        return float(size) / _limit(self.queries[word].numel())
-
-    def silent(self) -> Tensor:
-        """Return [W] bool: words whose query got no signal back, which are first words and nothing else."""
-        return torch.tensor([self.whole(word) < 1 for word in range(len(self.queries))])
-
-    def heard(self, word: int) -> bool:
-        """Say whether a silent word's signal is known well enough: another word's would have shown."""
-        others = self.toward_queries[~self.silent()].square().mean((1, 2)).sqrt()
-        error = float(self.query_errors[word].square().mean().sqrt())
-        return len(others) > 0 and error < _HEARD * float(others.median())
-
-
-def _limit(free: int) -> float:
-    return _SLACK + _DEVIATIONS * math.sqrt(2 / max(free, 1))
-
-
-def _left(signals: Tensor, errors: Tensor, atoms: Tensor) -> list[float]:
-    """Return the chi^2 of what atoms leave, as a share of its limit: below 1 they explain. Infinite where none is free.
-
-    Args:
-        signals: [w, H, h].
-        errors: [w, H, h].
-        atoms: [w or 1, H, t, h].
-    """
-    heads, count, width = atoms.shape[1:]
-    free = heads * (width - count)
-    if width - count < _FREE:
-        return [math.inf] * len(signals)
-    target = (signals / errors)[..., None]
-    basis = torch.linalg.qr((atoms / errors[:, :, None]).mT).Q
-    rest = target - basis @ (basis.mT @ target)
-    shares: list[float] = (rest.square().sum((1, 2, 3)) / free / _limit(free)).tolist()
-    return shares
 
 
 @dataclass
@@ -173,12 +40,14 @@ class Tree:
         places: by word, where it was found.
         open_: words whose signal is not explained yet.
         grown: every prefix.
+        answered: prefixes that a key told.
     """
 
     told: WordSignals
     places: dict[int, list[Place]] = field(default_factory=dict)
     open_: set[int] = field(default_factory=set)
     grown: list[Place] = field(default_factory=list)
+    answered: set[Place] = field(default_factory=set)
 
     def sentences(self) -> list[Place]:
         """Return the prefixes that nothing follows."""
@@ -189,23 +58,20 @@ class Tree:
         """Say whether every word of a sentence is explained where it is and nowhere else, and nothing can follow.
 
         A word whose query got nothing back may be a first one, or one that was hardly heard: where it stands alone, it
-        may end any sentence.
+        may end any sentence. What follows the last word that occurs nowhere else is told by that one's key.
         """
         if len(sentence) < 2 or any(len(other) < 2 for other in self.sentences()) or not self.told.heard(sentence[0]):
             return False
-        last = self.last(sentence)
+        told = max((n for n in range(1, len(sentence)) if self.once(sentence[n])), default=0)
         # that the first word is one shows in what the next ones were made of
-        for word in sentence[1:-1] if last and len(sentence) > 2 else sentence[1:]:
+        for word in sentence[1 : told + 1]:
             if word in self.open_ or not self.told.needed(word, self.places[word]):
                 return False
-        return last or self.told.ends(sentence[-1], [()])[0] < 1
+        return told > 0 and self.told.tells(sentence[told], sentence[told + 1 :])
 
-    def last(self, prefix: Place) -> bool:
-        """Say whether the key before a prefix's last word got something back from that word, and from none behind."""
-        if len(prefix) < 2 or prefix[-2] in self.open_ or len(self.places[prefix[-2]]) != 1:
-            return False
-        alone, followed = (self.told.ends(prefix[-2], [some])[0] for some in ([], [(prefix[-1], 1)]))
-        return followed < 1 <= alone
+    def once(self, word: int) -> bool:
+        """Say whether a word occurs in one place, which explains it."""
+        return word not in self.open_ and len(self.places.get(word, [])) == 1
 
     def add(self, word: int, place: Place) -> Place:
         """Put a word to a place, and return the longer prefix."""
@@ -291,25 +157,24 @@ def read_sentences(told: WordSignals) -> Tree:
     firsts = torch.where(silent)[0].tolist()
     tree = Tree(told, open_=set(torch.where(~silent)[0].tolist()))
     tree.grow([tree.add(word, ()) for word in firsts])
-    while any(way(tree) for way in (_behind, _through, _together)):
+    while _behind(tree, _BEHIND) or _through(tree) or _together(tree):
         pass
     _cut(tree)
     return tree
 
 
-def _behind(tree: Tree) -> bool:
-    """Let the keys of last words say which word comes next: nothing but the queries behind it comes back to a key."""
+def _behind(tree: Tree, most: int) -> bool:
+    """Let the keys of last words say which few come next: nothing but the queries behind it comes back to a key."""
     grew = False
     for prefix in tree.sentences():
-        last = prefix[-1]
-        if len(tree.places[last]) != 1 or last in tree.open_ or tree.told.ends(last, [()])[0] < 1:
-            continue
-        words = [w for w in sorted({*tree.places, *tree.open_}) if tree.told.fits(w, prefix)]
-        left = tree.told.ends(last, [[(w, 1)] for w in words])
-        value, best = min(zip(left, words, strict=True), default=(math.inf, 0))
-        if value < 1:
-            tree.grow([tree.add(best, prefix)])
-            grew = True
+        if tree.once(prefix[-1]):
+            words = sorted(w for w in {*tree.places, *tree.open_} if not tree.once(w))
+            behind = tree.told.behind(prefix[-1], words, most)
+            whole = (*prefix, *behind)
+            if behind and whole not in tree.answered:  # it may have been taken back
+                tree.answered.add(whole)
+                tree.grow([tree.add(word, (*prefix, *behind[:n])) for n, word in enumerate(behind)][-1:])
+                grew = True
     return grew
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.past import WordSignals
 from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder, whole_rows
+from gradaudit.leakage.decoding.word_signals import WordSignals
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, pulls
@@ -39,8 +39,9 @@ of 50 found, 286 with 46), or wrong bits of rows that are there: so many at most
 held against everything at once: that costs less than another fit."""
 _SURE = 0.6
 """Of the rows that may be missing so many are taken in one round, nearest first."""
-_EFFORT, _MOST_EFFORT = 3, 3
-"""Tries at copies of what was found, in times the first ones, and how often anew where a round finds nothing."""
+_EFFORT, _MOST_EFFORT, _MOST_IN_VAIN = 3, 3, 2
+"""Tries at copies of what was found, in times the first ones, and how often anew where a round finds nothing; and where
+none has found anything."""
 _MIDDLE = (0.03, 0.01, 1e-3)
 _WRONG, _WORST = 6.0, 0.3
 """A row whose pull is so many times the median one is wrong, with those that pull at least so much as the worst."""
@@ -363,7 +364,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         if told is not None and state.ends(told, stays):
             break
         effort += stays
-        if effort > _MOST_EFFORT:
+        if effort > (_MOST_EFFORT if state.rows else _MOST_IN_VAIN):
             break
         if 0 < len(state.rows) < _FEW and (told is None or not told.whole):
             state.keep(state.mended(state.beside(inputs, fit.scale), _MIDDLE)[0])

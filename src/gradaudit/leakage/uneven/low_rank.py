@@ -46,8 +46,11 @@ many as there are, and a quarter of the values that stand out, since weights spr
 _FALLS = 0.8
 """While what is missing falls to this share the fit still converges: what stands out need not be a direction."""
 _IDLE = 8
-"""Single directions added in vain before the few that still stand out pass for errors told too small: entries of SGD at
+"""Single directions added before the one or two that still stand out pass for errors told too small: entries of SGD at
 1e-4 asked for more without end (MiniLM, 10 tokens)."""
+_FULL, _TIMES = 0.9, 2
+"""Entries that a step of another rate would have made have a full rank: where nearly all of what is left still stands
+out with so many times the directions to start from, no low rank will come. Of a true one the first few take half."""
 _DUE = 0.1
 """A stage need not fit entries better than to this share of its floor. Without, entries known to 1e-6 (SGD at 0.1) ask
 for 127 directions of 50 rows: Gauss-Newton is not that far yet."""
@@ -264,7 +267,7 @@ class Fitting(Weighted):
                 left, rows = self.stage(left, rows, floor, fixed)
                 continue
             left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
-            before, settled, last, idle = float("inf"), False, most + 1, 0
+            before, settled, idle = float("inf"), False, 0
             while (missing := self.missing(left, rows, floor, due=_DUE)) and idle < _IDLE:
                 falls = missing < _FALLS * before
                 if falls or (missing <= max(2, len(rows) // _FEW) and not settled):
@@ -272,9 +275,10 @@ class Fitting(Weighted):
                     turns = 1 if falls else _TURNS_GROWING
                     left, rows = self.stage(left, rows, floor, fixed, turns, _ROUGH)
                     continue
-                if len(rows) >= most:
+                full = missing > _FULL * (min(self.target.shape) - len(rows))
+                if len(rows) >= (_TIMES * max(first, _FIRST) if full else most):
                     return None
-                idle, last = idle + 1 if last <= missing <= _FEWEST else 0, missing
+                idle = idle + 1 if missing <= _FEWEST else 0
                 more = max(1, min(missing, len(rows) // _FACTOR, missing // _PART + 1))
                 left, rows = self._grown(left, rows, min(more, most - len(rows)), floor)
                 left, rows = self.stage(left, rows, floor, fixed, 1, _ROUGH)
