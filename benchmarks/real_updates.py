@@ -53,14 +53,15 @@ def sgd() -> list[Cell]:
 
 
 def words() -> list[Cell]:
-    """Several steps of eight sentences, as the Trainer takes them, with weight decay."""
+    """Several steps of eight sentences, as the Trainer takes them, with weight decay; the word embedding is enough."""
     how = TRAINER | {"weight_decay": 0.01, "minibatch": 8}
-    return [Cell("cola", 8 * steps, n, how, seed=DRAW) for steps, n in ((2, 10), (4, 10), (8, 5), (16, 5), (64, 2))]
+    steps = ((2, 10), (4, 10), (8, 5), (16, 5), (64, 2))
+    return [Cell("cola", 8 * count, n, how, tensors="word", seed=DRAW) for count, n in steps]
 
 
 def sentences() -> list[Cell]:
     """Several steps of eight sentences, for what becomes of their order; few batches: a step takes 20 s."""
-    return [replace(cell, batches=n) for cell, n in zip(words(), (5, 3, 2, 1), strict=False)]
+    return [replace(cell, batches=n, tensors="all") for cell, n in zip(words(), (5, 3, 2, 1), strict=False)]
 
 
 def precision() -> list[Cell]:

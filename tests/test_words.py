@@ -9,6 +9,7 @@ import torch
 
 from gradaudit.client.client import Client
 from gradaudit.judge.words import score_words
+from gradaudit.leakage.uneven.entries import grid
 from gradaudit.leakage.uneven.words import _told, moved, read_words
 from gradaudit.metrics.summary import summarize
 from gradaudit.record import WordScores
@@ -50,7 +51,7 @@ def test_rows_of_one_and_two_gradients_are_told_apart(number):
     rng = torch.Generator().manual_seed(number)
     how = replace(HOW, minibatch=1)
     rates = how.rates(number)
-    truth, rows = [], []
+    truth, rows, grids = [], [], []
     for row in range(60):
         many = 1 + row % 3 if row % 3 < 2 else 4
         steps = tuple(sorted(torch.randperm(number, generator=rng)[: min(many, number)].tolist()))
@@ -61,8 +62,9 @@ def test_rows_of_one_and_two_gradients_are_told_apart(number):
         for rate in rates:
             kept.mul_(1 - rate * how.weight_decay)
         truth.append(steps)
+        grids.append(grid(start).double())
         rows.append((by_torch(how, rates, gradients, start).double() - kept.double()).abs())
-    told = _told(how, rates, torch.stack(rows))
+    told = _told(how, rates, torch.stack(rows), torch.stack(grids))
     for count, least in ((1, 1.0), (2, 0.9)):
         own = [(a, b) for a, b in zip(truth, told, strict=True) if len(a) == count]
         assert len(own) >= 20
