@@ -358,15 +358,13 @@ def _followed(seen: Observation, changes: Entries, found: DecodedChange, details
     tree = read_sentences(signals)
     sentences = tree.sentences()
     proofs = found.told.whole and model.spec.task != "causal-lm"
-    certificates = [
-        "guess" if tree.open_ & set(one) else "proven" if proofs and tree.certain(one) else "likely"
-        for one in sentences
-    ]
+    unsure = ["guess" if tree.open_ & set(one) else "likely" for one in sentences]
+    certificates = ["proven" if proofs and tree.certain(s) else sure for s, sure in zip(sentences, unsure, strict=True)]
     if tree.open_:
         notes.append(f"{len(tree.open_)} of {len(found.rows)} words are not explained by where they were put")
     if model.spec.task == "causal-lm":
         notes.append(_LAST_MISSING)
-    texts = tuple(tuple(found.rows[at].token for at in sentence) for sentence in sentences)
+    texts = tuple(tuple(found.rows[at].token for at in one) for one in sentences)
     return Reconstruction(texts, None, tuple(certificates), tuple(notes), details)
 
 

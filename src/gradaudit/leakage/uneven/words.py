@@ -39,9 +39,9 @@ _CLOSER, _FINE, _EMPTY = 48, 512, 1e-6
 bins, and what an empty one counts: of 221 pairs of 64 steps 186 were right by draws alone."""
 _NEAR_RATIO, _NEAR_ALIKE = 2, 3
 """So many steps to both sides, of 12 percent and of 0.1."""
-_OFF = 8.0
+_OFF = 6.0
 """A row so many standard deviations less likely than its law's own rows was in more steps than two (MiniLM, CoLA, 64
-steps: 99% of pairs lie above, 57% of the others below)."""
+steps: 97% of pairs lie above, two thirds of the others below)."""
 _OVER = 2.0
 """Rounding moves an entry by at most so many grid steps, times the root of the steps taken (measured after 64 steps:
 0.5 in rows of one gradient, over 1,000 in those of two that come as near)."""
