@@ -68,6 +68,27 @@ def test_sentences_are_found_and_each_is_certain(texts: list[list[int]]):
     assert all(tree.certain(tuple(text)) for text in texts)
 
 
+def test_a_key_tells_the_few_words_behind_it_and_none_that_are_not():
+    told = made([[0, 1, 2, 3], [4, 5, 3, 2]], 6)
+    assert told.behind(1, [2, 3], 3) == (2, 3)
+    assert told.tells(1, (2, 3))
+    assert not told.tells(1, (3, 2)), "in the other order"
+    assert not told.tells(1, (2,)), "one more follows"
+    assert not told.tells(1, (2, 3, 2)), "of many words some explain any key"
+    assert told.behind(1, [3, 5], 3) == ()
+    alone = made([[0, 1], [2, 3]], 4)
+    assert alone.behind(1, [0, 2, 3], 3) == (), "nothing follows"
+    assert alone.tells(1, ())
+
+
+def test_two_words_that_end_two_sentences_are_put_to_both():
+    """Neither's place can be told alone: each word's query sums over two places."""
+    texts = [[0, 1, 2, 7, 8], [3, 4, 5, 6, 7, 8]]
+    tree = read_sentences(made(texts, 9))
+    assert set(tree.sentences()) == {tuple(text) for text in texts}
+    assert all(tree.certain(tuple(text)) for text in texts)
+
+
 def test_a_word_alone_may_end_any_sentence():
     tree = read_sentences(made([[0], [1, 2]], 3))
     assert set(tree.sentences()) == {(0,), (1, 2)}

@@ -13,7 +13,8 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
-from gradaudit.leakage.decoding.rows import MaskedInputs
+from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search
+from gradaudit.leakage.uneven.decoded import _Decoding
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, pulls
 from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
@@ -151,6 +152,19 @@ def test_noise_alone_has_no_rank():
     seen = Entries(1e-3 * noise, torch.full_like(noise, 1e-3), PlainStep(), {"0.q": 120})
     fitting = Fitting(seen, rng)
     assert fitting.missing(noise[:, :0], noise[:0], 0.0) == 0
+
+
+def test_entries_without_a_low_rank_are_given_up_after_a_few_directions(monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.randn((300, 96), generator=rng, dtype=torch.float64)
+    fitting = Fitting(Entries(noise, torch.full_like(noise, 1e-4), PlainStep(), {"0.q": 300}), rng)
+    ranks: list[int] = []
+    grown = Fitting._grown
+    monkeypatch.setattr(
+        Fitting, "_grown", lambda self, left, rows, *more: ranks.append(len(rows)) or grown(self, left, rows, *more)
+    )
+    assert fitting.fit(80, first=6) is None
+    assert max(ranks) < 30
 
 
 def test_known_rows_sharpen_the_others():
@@ -331,6 +345,21 @@ def test_lines_are_solved_by_their_own_weights():
     assert torch.allclose(twice @ torch.cat([rows, rows[:1]]), found @ rows, rtol=1e-5, atol=1e-8)
     expected = torch.einsum("rd,nd,sd->nrs", rows, weights, rows)
     assert torch.allclose(normal_matrices(rows, weights), expected)
+
+
+@pytest.mark.minilm
+def test_a_copy_of_the_first_token_is_owed_until_there_are_as_many_as_sentences(minilm):
+    batch = batch_of(minilm, 4, 2)
+    seen = entries(seen_of(minilm, batch, ADAMW), 0)
+    assert seen is not None
+    decoding = _Decoding(minilm, seen, Search(2, 200, 512, 0.1), torch.Generator())
+    start, end = minilm.special.prefix[0], minilm.special.suffix[0]
+    texts = [(start, 5, end), (start, 6, 7, end)]
+    rows = [Row(t, p, torch.ones(3, dtype=torch.bool), torch.ones(3)) for text in texts for p, t in enumerate(text)]
+    for gone, (short, whole) in {None: (0, True), 0: (1, False), 1: (0, False), 2: (0, False), 6: (0, False)}.items():
+        decoding.rows = [row for n, row in enumerate(rows) if n != gone]
+        assert [(one.token, one.position) for one in decoding.owed()] == [(start, 0)] * short
+        assert decoding.complete() == whole
 
 
 @pytest.mark.minilm

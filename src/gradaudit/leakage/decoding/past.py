@@ -19,16 +19,10 @@ import torch
 from gradaudit.leakage.decoding.word_signals import Place, WordSignals
 from gradaudit.progress import step
 
-_PLACES, _BENT = 8, 0.5
-"""Most places of one word that are told apart by its query, and the share of a head's coordinates that they may take:
-of many places some explain anything."""
-
 _BEHIND = 3
 """Words that a key is asked for."""
 _DEEP, _BEAM = 6, 32
 """Open words tried one behind the other, and how many such runs are followed behind each sentence so far."""
-_SHARP, _APART = 10.0, 2.0
-"""The place that explains a signal leaves a tenth of it at most, and the next best one is so far above the limit."""
 
 
 @dataclass
@@ -40,14 +34,12 @@ class Tree:
         places: by word, where it was found.
         open_: words whose signal is not explained yet.
         grown: every prefix.
-        answered: prefixes that a key told.
     """
 
     told: WordSignals
     places: dict[int, list[Place]] = field(default_factory=dict)
     open_: set[int] = field(default_factory=set)
     grown: list[Place] = field(default_factory=list)
-    answered: set[Place] = field(default_factory=set)
 
     def sentences(self) -> list[Place]:
         """Return the prefixes that nothing follows."""
@@ -82,19 +74,7 @@ class Tree:
             self.places[word].append(place)
             if self.told.unexplained([word], [self.places[word]])[0] < 1:
                 self.open_.discard(word)
-            if word not in self.open_:
-                self.prune(word, prefix)
         return prefix
-
-    def prune(self, word: int, latest: Place) -> None:
-        """Take back the places of an explained word that it does not need, where nothing follows."""
-        inner = {prefix[:-1] for prefix in self.grown}
-        for place in self.places[word][:]:
-            others = [p for p in self.places[word] if p != place]
-            spare = (*place, word) != latest and (*place, word) not in inner
-            if others and spare and self.told.unexplained([word], [others])[0] < 1:
-                self.places[word].remove(place)
-                self.grown.remove((*place, word))
 
     def left(self, place: Place) -> dict[int, float]:
         """Return what a place leaves of each open word's signal, beside those where it is known to be."""
@@ -116,7 +96,7 @@ class Tree:
     def fitting(self, place: Place, left: dict[int, float] | None = None) -> list[int]:
         """Return the open words whose signal a place explains, beside those where they are known to be."""
         left = self.left(place) if left is None else left
-        close = [word for word, value in left.items() if value < min(1.0, self.before(word) / _SHARP)]
+        close = [word for word, value in left.items() if value < 1]
         return [word for word in close if self.whole_place(word, self.places.get(word, []), place)]
 
     def whole_place(self, word: int, known: Sequence[Place], place: Place) -> bool:
@@ -130,11 +110,6 @@ class Tree:
         left = self.left(place)
         return min((left[word] for word in self.fitting(place, left)), default=math.inf)
 
-    def beside(self, word: int, places: Sequence[Place], known: Sequence[Place]) -> list[tuple[float, Place]]:
-        """Return what each place leaves of a word's signal beside known ones, least first, and the place."""
-        some = [p for p in places if self.told.fits(word, p)]
-        return sorted((self.told.unexplained([word], [[*known, p]])[0], p) for p in some)
-
     def grow(self, prefixes: Sequence[Place]) -> None:
         """Grow prefixes by every word that one place more explains, as far as that goes."""
         queue = list(prefixes)
@@ -147,8 +122,8 @@ class Tree:
 def read_sentences(told: WordSignals) -> Tree:
     """Return the sentences that a decoder's words make.
 
-    Words of one place are put there at once. One that occurs elsewhere, too, is told by the key before it (`_behind`),
-    by what follows it (`_through`), or by all its places together (`_together`).
+    Words of one place are put there at once. One of several places is told by the key before it (`_behind`), or
+    by what follows it (`_through`).
 
     Args:
         told: what came back to queries and keys.
@@ -157,38 +132,22 @@ def read_sentences(told: WordSignals) -> Tree:
     firsts = torch.where(silent)[0].tolist()
     tree = Tree(told, open_=set(torch.where(~silent)[0].tolist()))
     tree.grow([tree.add(word, ()) for word in firsts])
-    while _behind(tree, _BEHIND) or _through(tree) or _together(tree):
+    while _behind(tree) or _through(tree):
         pass
-    _cut(tree)
     return tree
 
 
-def _behind(tree: Tree, most: int) -> bool:
+def _behind(tree: Tree) -> bool:
     """Let the keys of last words say which few come next: nothing but the queries behind it comes back to a key."""
     grew = False
     for prefix in tree.sentences():
         if tree.once(prefix[-1]):
             words = sorted(w for w in {*tree.places, *tree.open_} if not tree.once(w))
-            behind = tree.told.behind(prefix[-1], words, most)
-            whole = (*prefix, *behind)
-            if behind and whole not in tree.answered:  # it may have been taken back
-                tree.answered.add(whole)
+            behind = tree.told.behind(prefix[-1], words, _BEHIND)
+            if behind:
                 tree.grow([tree.add(word, (*prefix, *behind[:n])) for n, word in enumerate(behind)][-1:])
                 grew = True
     return grew
-
-
-def _cut(tree: Tree) -> None:
-    """Cut off last words of which nothing came back to the key before them: all of it came from other branches."""
-    for sentence in tree.sentences():
-        place = sentence[:-1]
-        if not place or len(tree.places[place[-1]]) != 1:
-            continue
-        others = {p for p in tree.grown if p[: len(place)] == place and len(p) > len(place) and p != sentence}
-        behind = sorted({(p[-1], len(p) - len(place)) for p in others})
-        if behind and tree.told.ends(place[-1], [behind])[0] < 1:
-            tree.grown.remove(sentence)
-            tree.places[sentence[-1]].remove(place)
 
 
 def _through(tree: Tree) -> bool:
@@ -220,28 +179,4 @@ def _through(tree: Tree) -> bool:
                 tree.add(place[n], place[:n])
             tree.grow([place])
             return True
-    return False
-
-
-def _together(tree: Tree) -> bool:
-    """Explain an open word by several places at once: the one that explains most, then the next."""
-    for word in sorted(tree.open_):
-        chosen = list(tree.places.get(word, []))
-        before = tree.before(word)
-        while len(chosen) < _PLACES:
-            left = tree.beside(word, [p for p in tree.grown if p not in chosen], chosen)
-            if not left or sum(map(len, [*chosen, left[0][1]])) > _BENT * tree.told.queries.shape[2]:
-                break
-            (value, best), others = left[0], left[1:]
-            chosen.append(best)
-            if value < 1:
-                # of many places some explain anything, little by little: the last one has to be the key
-                rest = {p: [q for q in chosen if q != p] for p in chosen}
-                needed = all(tree.whole_place(word, rest[p], p) for p in chosen)
-                if needed and value < before / _SHARP and (not others or others[0][0] > _APART):
-                    longer = [tree.add(word, p) for p in chosen]
-                    tree.grow([p for p in longer if p in tree.grown])
-                    return True
-                break
-            before = value
     return False

@@ -205,11 +205,11 @@ def _pairs_of(how: LocalTraining, rates: Sequence[float], sizes: Tensor, scale: 
         tried = []
         for pair, drawn_by in list(first_of.items())[:_CLOSER]:
             ratio, alike = divmod(drawn_by, len(_ALIKE))
-            some = densities[
+            beside = densities[
                 max(0, 2 * ratio - _NEAR_RATIO) : 2 * ratio + _NEAR_RATIO + 1,
                 max(0, 3 * alike - _NEAR_ALIKE) : 3 * alike + _NEAR_ALIKE + 1,
             ]
-            tried.append((*_finely(curve[pair].double(), some.flatten(0, 1), row.double()), pair))
+            tried.append((*_finely(curve[pair].double(), beside.flatten(0, 1), row.double()), pair))
         _, unlikely, pair = max(tried)
         found.append(pairs[pair] if unlikely > -_OFF else None)
     return found
