@@ -18,6 +18,9 @@ _FREE = 1
 """Fewest coordinates a head that the past must leave free."""
 _HEARD = 0.1
 """Largest error of a silent word as a share of the other words' signals: above it, nothing came back is not known."""
+_TOLD = 3.0
+"""Words behind a key leave so much less of its signal than none do: the best of thousands of wrong runs makes up for a
+weak signal."""
 _RUNS, _FEW = 16, 2
 """Runs of words behind a key that are followed, and how many words its answer proves."""
 
@@ -119,7 +122,8 @@ class WordSignals:
             words: that may follow.
             most: how many at most.
         """
-        if self.ends(word, [()])[0] < 1:
+        alone = self.ends(word, [()])[0]
+        if alone < 1:
             return ()
         runs: list[tuple[int, ...]] = [()]
         for far in range(1, most + 1):
@@ -131,7 +135,7 @@ class WordSignals:
             ]
             left = self.ends(word, [list(zip(run, range(1, far + 1), strict=True)) for run in longer])
             best = sorted(zip(left, longer, strict=True))[:_RUNS]
-            if best and best[0][0] < 1:
+            if best and best[0][0] < min(1.0, alone / _TOLD):
                 return best[0][1]
             runs = [run for _, run in best]
         return ()
