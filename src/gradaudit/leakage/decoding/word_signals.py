@@ -17,7 +17,7 @@ _SLACK, _DEVIATIONS = 1.2, 6.0
 _FREE = 1
 """Fewest coordinates a head that the past must leave free."""
 _HEARD = 0.1
-"""Largest error of a silent word as a share of the other words' signals: above it, nothing came back is not known."""
+"""Largest error of a word as a share of the other words' signals: above it, that nothing came back is not known."""
 _TOLD = 3.0
 """Words behind a key leave so much less of its signal than none do: the best of thousands of wrong runs makes up for a
 weak signal."""
@@ -143,12 +143,14 @@ class WordSignals:
     def tells(self, word: int, words: Sequence[int]) -> bool:
         """Say whether the key of a word of a single place tells what follows: few words, each of them needed.
 
-        Of many words some explain any key: a run of eight was found that was not there.
+        Of many words some explain any key: a run of eight was found that was not there. And a key that is hardly known
+        says nothing of what follows.
         """
         futures = list(zip(words, range(1, len(words) + 1), strict=True))
-        if len(futures) > _FEW or self.ends(word, [futures])[0] >= 1:
+        if len(futures) > _FEW or not _known(self.toward_keys, self.key_errors, word):
             return False
-        return min(self.ends(word, [futures[:n] + futures[n + 1 :] for n in range(len(futures))]), default=1.0) >= 1
+        without = self.ends(word, [futures[:n] + futures[n + 1 :] for n in range(len(futures))])
+        return self.ends(word, [futures])[0] < 1 and min(without, default=_TOLD) >= _TOLD
 
     def whole(self, word: int) -> float:
         """Return the signal of a word's query as a share of the limit below which nothing came back."""
@@ -161,9 +163,14 @@ class WordSignals:
 
     def heard(self, word: int) -> bool:
         """Say whether a silent word's signal is known well enough: another word's would have shown."""
-        others = self.toward_queries[~self.silent()].square().mean((1, 2)).sqrt()
-        error = float(self.query_errors[word].square().mean().sqrt())
-        return len(others) > 0 and error < _HEARD * float(others.median())
+        silent = self.silent()
+        return not bool(silent.all()) and _known(self.toward_queries[~silent], self.query_errors, word)
+
+
+def _known(signals: Tensor, errors: Tensor, word: int) -> bool:
+    """Say whether a word's error is small beside the middle one of some signals [n, heads, h]."""
+    error = float(errors[word].square().mean().sqrt())
+    return error < _HEARD * float(signals.square().mean((1, 2)).sqrt().median())
 
 
 def _limit(free: int) -> float:
