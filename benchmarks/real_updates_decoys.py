@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/real_updates_decoys.py --count 500
 
 Each decoy is an AdamW step of one sentence of CoLA, dropout on, changed or told wrong in one of seven ways. What
-is done is kept in out/benchmarks/real-decoys.jsonl (no text), and a run that was stopped goes on there. A sentence of
-either batch is counted apart where two were mixed: proofs assume an honest client.
+is done is kept in out/benchmarks/real-decoys.jsonl (no text), and a run that was stopped goes on there; two runs with
+`--part 0/2` and `--part 1/2` share the work. A sentence of either batch is counted apart where two were mixed: proofs
+assume an honest client.
 """
 
 from __future__ import annotations
@@ -106,20 +107,26 @@ def main() -> None:
     """Run what is missing and write the counts."""
     parser = options(__doc__)
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--part", default="0/1", help="K/N: every Nth decoy from the Kth on")
     parser.add_argument("--write", type=Path, default=Path("benchmarks/results/real-updates/decoys.md"))
     given = parser.parse_args()
     ready_process()
     cell = Cell("cola", 1, given.count + 1, PRACTICAL | STEP, tensors="0:q,k,v", seed=DRAW)
     ready = prepare(parse_case(cell.case()), Path.cwd(), pick_device("cpu"))
     PLACE.parent.mkdir(parents=True, exist_ok=True)
-    done = [json.loads(line) for line in PLACE.read_text().splitlines()] if PLACE.exists() else []
-    for number in range(len(done), given.count):
-        done.append(tried(ready, number, list(KINDS)[number % len(KINDS)]))
+    first, parts = map(int, given.part.split("/"))
+
+    def done() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in PLACE.read_text().splitlines()] if PLACE.exists() else []
+
+    known = {one["number"] for one in done()}
+    for number in [n for n in range(first, given.count, parts) if n not in known]:
+        one = json.dumps(tried(ready, number, list(KINDS)[number % len(KINDS)]))
         with PLACE.open("a") as lines:
-            lines.write(json.dumps(done[-1]) + "\n")
+            lines.write(one + "\n")
         rows = []
         for kind in KINDS:
-            of = [one for one in done if one["kind"] == kind]
+            of = [one for one in done() if one["kind"] == kind]
             total = Counter({name: sum(one.get(name, 0) for one in of) for name in ("proven", "wrong", "of neither")})
             rows.append([kind, str(len(of)), *(str(total[n]) for n in ("proven", "wrong", "of neither"))])
         columns = ("changed", "updates", "proven", "not in the batch", "in neither batch")

@@ -79,11 +79,17 @@ def test_a_key_tells_the_few_words_behind_it_and_none_that_are_not():
     assert told.tells(1, (2, 3))
     assert not told.tells(1, (3, 2)), "in the other order"
     assert not told.tells(1, (2,)), "one more follows"
-    assert not told.tells(1, (2, 3, 2)), "of many words some explain any key"
+    assert not told.tells(1, (2, 3, 2)), "the last is not there"
     assert told.behind(1, [3, 5], 3) == ()
+    longer = made([[0, 1, 2, 3, 4], [5, 6, 4, 3, 2]], 7)
+    assert longer.behind(1, [2, 3, 4], 3) == (2, 3, 4)
+    assert not longer.tells(1, (2, 3, 4)), "of many words some explain any key: three are no proof"
+    assert not made([[0, 1, 2], [3, 4, 5]], 6).tells(1, (2, 5)), "one word too many explains as well"
     alone = made([[0, 1], [2, 3]], 4)
     assert alone.behind(1, [0, 2, 3], 3) == (), "nothing follows"
     assert alone.tells(1, ())
+    faint = made([[0, 1, 2, 3], [4, 5, 3, 2]], 6, deaf=1)
+    assert faint.behind(1, [2, 3], 3) == (), "a signal of the size of its error would be explained by too much"
 
 
 def test_two_words_that_end_two_sentences_are_put_to_both():

@@ -167,6 +167,15 @@ def test_entries_without_a_low_rank_are_given_up_after_a_few_directions(monkeypa
     assert max(ranks) < 30
 
 
+def test_one_direction_that_never_goes_is_not_fitted_for_ever(monkeypatch):
+    """Errors told too small leave one that stands out of the noise whatever is added."""
+    seen, _, _ = made(0, 6)
+    monkeypatch.setattr(Fitting, "missing", lambda *args, **how: 1)
+    found = Fitting(seen, torch.Generator().manual_seed(9)).fit(40, first=6)
+    assert found is not None
+    assert 6 < found.rank <= 6 + 3 * 6
+
+
 def test_known_rows_sharpen_the_others():
     seen, rows, _ = made(0, 6)
     rng = torch.Generator().manual_seed(9)

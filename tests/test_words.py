@@ -73,6 +73,22 @@ def test_rows_of_one_and_two_gradients_are_told_apart(number):
     assert sum(b is None for b in others) >= 0.3 * len(others)  # some pairs look like them
 
 
+def test_a_second_gradient_in_the_last_step_does_not_hide():
+    """At the last rates it moves a row by less than rows of one gradient differ, but past what one could."""
+    rng = torch.Generator().manual_seed(0)
+    rates = HOW.rates(32)
+    rows, grids = [], []
+    for first in (2, 9):
+        gradients = {step: 1e-4 * torch.randn(384, generator=rng) for step in (first, 31)}
+        start = 0.05 * torch.randn(384, generator=rng)
+        kept = start.clone()
+        for rate in rates:
+            kept.mul_(1 - rate * HOW.weight_decay)
+        rows.append((by_torch(HOW, rates, gradients, start).double() - kept.double()).abs())
+        grids.append(grid(start).double())
+    assert all(len(told or ()) != 1 for told in _told(HOW, rates, torch.stack(rows), torch.stack(grids)))
+
+
 @pytest.mark.parametrize("dropout", [False, True])
 def test_every_word_is_named_and_no_other_and_single_ones_with_their_step(load, dropout):
     model = load("bert")
