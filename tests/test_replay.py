@@ -15,6 +15,7 @@ from gradaudit.leakage.matching.distances import L2, Cosine, SquaredL2
 from gradaudit.leakage.matching.masks import Masks
 from gradaudit.leakage.matching.objective import Objective
 from gradaudit.leakage.matching.replay import Replay, objective_of
+from gradaudit.models.local_steps import by_optimizer, by_rule, local_steps, optimizer_of
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining
 from tiny_models import SETTINGS, batch_of, doubled, seen_of, sentences
@@ -28,6 +29,57 @@ def scene(load, how: LocalTraining, family: str = "bert", task: str = "classific
     seen = seen_of(Client(model, how, freeze=FROZEN), batch, selection, Given(lengths=True, labels=True))
     labels = batch.ids if batch.labels is None else batch.labels
     return model, batch, seen, labels[None]
+
+
+RULES = {
+    "sgd": LocalTraining("sgd", 0.05),
+    "momentum, decay": LocalTraining("sgd", 0.05, momentum=0.9, weight_decay=0.1),
+    "adam": LocalTraining("adam", 1e-3, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-3),
+    "adamw": LocalTraining("adamw", 1e-3, weight_decay=0.1),
+    "clipping, schedule": LocalTraining("adamw", 1e-3, clip_norm=0.5, schedule="linear"),
+}
+
+
+@pytest.mark.parametrize("how", RULES.values(), ids=RULES.keys())
+def test_the_step_that_can_be_differentiated_is_torchs(how):
+    rng = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(3, 4, generator=rng).double() for name in "ab"}
+    gradients = [{name: 10.0**-n * torch.randn(3, 4, generator=rng).double() for name in "ab"} for n in range(4)]
+    trained = {name: torch.nn.Parameter(p.clone()) for name, p in start.items()}
+    torchs = by_optimizer(optimizer_of(how, trained.values()), how.rates(4), how.clip_norm)
+    expected, found = (
+        local_steps(local, [{n: g.clone() for n, g in one.items()} for one in gradients], lambda _, g, number: g, rule)
+        for local, rule in ((trained, torchs), (start, by_rule(how, 4)))
+    )
+    for name, p in expected.items():
+        torch.testing.assert_close(found[name], p.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_of_entries_without_a_gradient_has_a_slope():
+    """Adam divides by a root, whose slope at 0 is no number."""
+    how = RULES["clipping, schedule"]
+    gradient = torch.zeros(3, requires_grad=True)
+    after = by_rule(how, 1)({"a": torch.ones(3)}, {"a": gradient})["a"]
+    assert bool(torch.autograd.grad(after.sum(), gradient)[0].isfinite().all())
+
+
+def test_the_truth_explains_a_weight_change_of_adamw(load):
+    """As the Trainer steps, four minibatches of one sentence, two a step: in the client's order only."""
+    how = LocalTraining(
+        "adamw", 1e-3, minibatch=1, weight_decay=0.01, clip_norm=1.0, schedule="linear", eps=1e-3, accumulate=2
+    )
+    model = doubled(load("bert"))
+    batch = batch_of(model, sentences((4, 5, 3, 4), 1), [1, 0, 1, 0])
+    seen = seen_of(Client(model, how, freeze=FROZEN), batch, given=Given(lengths=True, labels=True))
+    objective = objective_of(seen, SquaredL2(), 8)
+    assert type(objective) is Replay
+    vectors, labels = model.word_vectors()[batch.ids][None], batch.labels[None]
+    with torch.no_grad():
+        values = sorted(
+            float(objective(vectors[:, order], batch.mask[order], labels[:, order])[0])
+            for order in ([0, 1, 2, 3], [0, 2, 1, 3], [0, 3, 1, 2], [2, 3, 0, 1], [1, 3, 0, 2], [1, 2, 0, 3])
+        )
+    assert values[0] < 1e-6 < 1e-3 < values[1]
 
 
 @pytest.mark.parametrize(("family", "task"), SETTINGS)
@@ -104,6 +156,11 @@ def test_what_is_replayed_and_what_is_not(load):
     for rate in (0.1, None):
         masked = replace(seen, knowledge=replace(seen.knowledge, dropout=rate))
         assert type(objective_of(masked, L2(), 8)) is Objective
+    _, _, adaptive, _ = scene(load, LocalTraining("adamw", 0.05))
+    masked = replace(adaptive, knowledge=replace(adaptive.knowledge, dropout=0.1))
+    assert objective_of(masked, L2(), 8).notes() == ["dropout was on, or may have been, and was replayed as off"]
+    with pytest.raises(NotSupportedError, match="than it replays"):
+        objective_of(adaptive, L2(), 0)
     _, _, once, _ = scene(load, LocalTraining("sgd", 0.05))
     assert type(objective_of(once, L2(), 8)) is Objective
     assert objective_of(once, L2(), 8).notes() == []

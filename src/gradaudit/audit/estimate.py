@@ -55,7 +55,7 @@ def estimate(ready: Prepared) -> Estimate:
     attack = ready.attack.gradient_evaluations(len(batch), tokens or 0)
     how = ready.client.training
     steps = how.steps(len(batch))
-    if how.descends and 1 < steps <= getattr(ready.attack, "replayed_steps", 1):
+    if 1 < steps <= getattr(ready.attack, "replayed_steps", 1):
         attack *= steps
     # beside the attack: the client's own update, two for the diagnosis, one for the judge's baseline
     seconds = once * (attack + steps + 3) * len(ready.batches)

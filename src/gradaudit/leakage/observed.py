@@ -21,23 +21,28 @@ def sgd_steps(seen: Observation[Any]) -> int | None:
     return None if how is None or not how.descends or size is None else how.steps(size)
 
 
-def as_gradient(seen: Observation[Model]) -> dict[str, Tensor]:
-    """Return the observed tensors as gradients: a known SGD weight change is divided by -(learning rate x steps).
+def as_gradient(seen: Observation[Model], replayed: bool = False) -> dict[str, Tensor]:
+    """Return the observed tensors as gradients: a weight change is divided by -(mean learning rate x steps).
+
+    Args:
+        seen: the observation.
+        replayed: the steps are to be replayed, by whatever optimizer; otherwise only plain SGD's make a gradient.
 
     Raises:
-        NotSupportedError: a weight change of another optimizer or of unknown training, whose scale is no gradient's.
+        NotSupportedError: a weight change whose scale is no gradient's.
     """
     if seen.kind == "gradient":
         return dict(seen.tensors)
     if "unit norm" in all_traits(seen.knowledge.defenses):
         return {name: -value for name, value in seen.tensors.items()}  # its size was taken off by the client
-    how, steps = seen.knowledge.training, sgd_steps(seen)
-    if how is None or steps is None:
+    how, size = seen.knowledge.training, seen.knowledge.batch_size
+    if how is None or size is None or not (replayed or how.descends):
         raise NotSupportedError(
-            "matching reads a weight change only when it knows the batch size and that the client used plain SGD; "
-            "this one is of AdamW, of SGD with momentum, clipping, decay or a schedule, or of unknown training"
+            "matching reads a weight change only when it knows the batch size and the training, and takes no more "
+            "steps of AdamW, or of SGD with momentum, clipping, decay or a schedule, than it replays (replayed_steps)"
         )
-    return {name: value / -(how.learning_rate * steps) for name, value in seen.tensors.items()}
+    steps = how.steps(size)
+    return {name: value / -(how.mean_rate(steps) * steps) for name, value in seen.tensors.items()}
 
 
 def word_gradient_hidden(seen: Observation) -> list[str]:

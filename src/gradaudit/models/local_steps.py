@@ -1,7 +1,7 @@
 """Local training, one loop for all who train or follow a training: clients, adapters' warm-up, attacks that replay."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import TypeVar
 
 import torch
@@ -13,6 +13,10 @@ Parameters = dict[str, Tensor]
 """By name."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What inputs and weights of a product are rounded to, by the precision of a training."""
+_SMALLEST = 1e-30
+"""Square of a gradient below which a root is flat: at 0 its slope is no number. The root is far below eps."""
+_CLIPPED = 1e-6
+"""What torch adds to a norm before it divides by it."""
 R = TypeVar("R")
 
 
@@ -82,14 +86,37 @@ def optimizer_of(how: LocalTraining, parameters: Iterable[Tensor]) -> torch.opti
     return kind(parameters, lr=rate, betas=how.betas, eps=how.eps, weight_decay=decay)
 
 
-def by_descent(rate: float) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
-    """Return a step of plain SGD that leaves the parameters as they are: it can be differentiated.
+def by_rule(how: LocalTraining, steps: int) -> Callable[[Parameters, Mapping[str, Tensor | None]], Parameters]:
+    """Return the optimizer's step that leaves the parameters as they are: it can be differentiated.
 
     Args:
-        rate: learning rate.
+        how: the training, from a fresh state.
+        steps: taken in all; schedules count them.
     """
+    rates, number = how.rates(steps), count()
+    adapts, (b1, b2) = how.optimizer in ("adam", "adamw"), how.betas
+    decoupled = how.optimizer == "adamw"
+    first: Parameters = {}
+    second: Parameters = {}
+
+    def moved(name: str, p: Tensor, g: Tensor, at: int) -> Tensor:
+        if how.weight_decay and not decoupled:
+            g = g + how.weight_decay * p
+        if not adapts:
+            first[name] = g = how.momentum * first[name] + g if how.momentum and at else g
+            return p - rates[at] * g
+        first[name] = (1 - b1) * g + (b1 * first[name] if at else 0)
+        second[name] = (1 - b2) * g.square() + (b2 * second[name] if at else 0)
+        size = (second[name] / (1 - b2 ** (at + 1)) + _SMALLEST).sqrt() + how.eps
+        kept = p * (1 - rates[at] * how.weight_decay) if decoupled else p
+        return kept - rates[at] / (1 - b1 ** (at + 1)) * first[name] / size
 
     def step(local: Parameters, gradient: Mapping[str, Tensor | None]) -> Parameters:
-        return {name: p if (g := gradient[name]) is None else p - rate * g for name, p in local.items()}
+        at, there = next(number), {name: g for name, g in gradient.items() if g is not None}
+        if how.clip_norm is not None:
+            norm = (sum(g.square().sum() for g in there.values()) + _SMALLEST) ** 0.5
+            factor = (how.clip_norm / (norm + _CLIPPED)).clamp(max=1.0)
+            there = {name: g * factor for name, g in there.items()}
+        return {name: moved(name, p, there[name], at) if name in there else p for name, p in local.items()}
 
     return step

@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 from gradaudit.leakage.images.matching import ImageMatch, ImageObjective
 from gradaudit.leakage.observed import sgd_steps
 from gradaudit.models.images import ImageModel
-from gradaudit.models.local_steps import Parameters, by_descent, in_order, local_steps
+from gradaudit.models.local_steps import Parameters, by_rule, in_order, local_steps
 from gradaudit.types import LocalTraining, Observation
 
 
@@ -66,7 +66,6 @@ class ImageReplay(ImageObjective):
 
     def _change(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the weight change of all trained parameters, divided by -(learning rate x steps)."""
-        rate = self._training.learning_rate
 
         def slopes(params: Parameters, rows: Tensor, step: int) -> Parameters:
             def loss(own: Parameters) -> Tensor:
@@ -76,6 +75,6 @@ class ImageReplay(ImageObjective):
             return found
 
         batches = in_order(self._training, len(images), self._model.device)
-        local = local_steps(self._start, batches, slopes, by_descent(rate))
-        scale = rate * self.passes
+        local = local_steps(self._start, batches, slopes, by_rule(self._training, self.passes))
+        scale = self._training.learning_rate * self.passes
         return {name: (self._start[name] - p) / scale for name, p in local.items()}

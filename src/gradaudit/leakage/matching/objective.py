@@ -65,6 +65,8 @@ class Objective:
 
     additive: ClassVar[bool] = True
     """True when a batch's update is a sum over its sentences, so that only the changed one need be computed anew."""
+    replays: ClassVar[bool] = False
+    """True when local steps are taken, so that no optimizer's change is misread."""
 
     def __init__(self, seen: Observation, distance: Distance) -> None:
         self.model, self.distance = seen.model, distance
@@ -78,7 +80,7 @@ class Objective:
         self._rate = seen.knowledge.dropout or None
         hidden = word_gradient_hidden(seen)
         self._views: dict[str, View] = {n: v for n, v in seen.views.items() if n not in hidden}
-        gradients = as_gradient(seen)
+        gradients = as_gradient(seen, self.replays)
         self._observed = {name: gradients[name] for name in self._views}
         self.watched = tuple(dict.fromkeys(v.parameter for v in self._views.values()))
         taps = self._probe()
