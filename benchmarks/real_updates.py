@@ -1,12 +1,12 @@
 """What is read from the updates that clients really send: weight changes of AdamW and SGD, low precision, noise.
 
-    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences precision defenses decoders
+    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences peers precision defenses decoders
 
 Dropout 0.1 is on in every cell of a model that has it, labels and lengths are unknown. Draw 2026 was not used in
 development. Groups: adamw (one step with frozen word and position embeddings, and one as the transformers Trainer takes
-it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings trained), precision
-(autocast), defenses (noise, pruning), decoders. Records go to out/benchmarks (a run that was stopped goes on there) and
-hold no text. Failures count 0.
+it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings trained), peers (TAG and
+LAMP on the latter, every step replayed), precision (autocast), defenses (noise, pruning), decoders. Records go to
+out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -64,6 +64,13 @@ def sentences() -> list[Cell]:
     return [replace(cell, batches=n, tensors="all") for cell, n in zip(words(), (5, 3, 2, 1), strict=False)]
 
 
+def peers() -> list[Cell]:
+    """Two steps for TAG and LAMP: a step of theirs takes over a second, so that their budgets are below the papers'."""
+    tag = {"name": "tag", "steps": 1000}
+    lamp = {"name": "lamp", "steps": 500, "starts": 50, "permutations": 50, "edits": 20}
+    return [replace(sentences()[0], attack=attack, batches=1) for attack in (tag, lamp)]
+
+
 def precision() -> list[Cell]:
     """One gradient under autocast."""
     return [one(b, n, precision=p) for p in ("bf16", "fp16") for b, n in ((1, 10), (4, 5), (8, 2))]
@@ -103,6 +110,7 @@ GROUPS = {
     "sgd": sgd,
     "words": words,
     "sentences": sentences,
+    "peers": peers,
     "precision": precision,
     "defenses": defenses,
     "decoders": decoders,
@@ -125,7 +133,10 @@ def said(cell: Cell) -> str:
     )
     made += [f"{k.replace('_', ' ')} {v}" for k, v in own.items()]
     made += [" ".join(str(v) for v in one.values()) for one in cell.defense]
-    return ", ".join([*made, "embeddings frozen" if cell.client.get("freeze") else "all trained"])
+    made.append("embeddings frozen" if cell.client.get("freeze") else "all trained")
+    if (attack := dict(cell.attack)) != {"name": "decode"}:
+        made.append(" ".join([f"by {attack.pop('name')}:", *(f"{v} {k}" for k, v in attack.items())]))
+    return ", ".join(made)
 
 
 def row(done: Done) -> list[str]:
