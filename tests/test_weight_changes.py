@@ -325,7 +325,8 @@ def test_a_wrong_row_pulls():
     fitting, masked, _ = masked_and_sent()
     clean = masked.clean.clone()
     clean[4] = masked.inputs.words[30]
-    pull = pulls(fitting, replace(masked, clean=clean), 0.01)
+    wrong = replace(masked, clean=clean)
+    pull = pulls(fitting, wrong, 0.01, fitting.signals(wrong.rows(), 0.01))
     assert int(pull.argmax()) == 4
     assert pull[4] > 6 * pull.median()
 

@@ -28,7 +28,7 @@ _PER_SENTENCE = 5
 _NEAR = 5e-3
 """A row this near the span is looked at, whatever the fit's own error: rows held fixed have wrong bits of small
 coordinates, which put others off by up to 2e-3."""
-_OFF = (EXPECTED_OFF, 3.0, 4.5)
+_OFF = (1.6, 3.0, 4.5)
 """How far off a row may lie, in its expected distance, round by round: beside rows that are held fixed the true ones
 that are missing come to lie at 2.5 to 3.5, nearest of all tokens, and a wrong one is dropped again."""
 _COARSE = FLOORS[-2:]
@@ -146,7 +146,7 @@ class _Decoding:
         clean, kept = torch.stack([row.clean for row in self.rows]), torch.stack([row.kept for row in self.rows])
         return Masked(inputs, clean, kept, self.how.rate, clean[:0] if others is None else others, self.fitting.columns)
 
-    def look(self, inputs: MaskedInputs, scale: Tensor, effort: int) -> None:
+    def look(self, inputs: MaskedInputs, fit: LowRank, effort: int) -> None:
         """Find rows in the span, with so many times the tries at what was missed."""
         for turn in range(effort + 1):
             before, missing = self.rows, self.missing
@@ -156,12 +156,10 @@ class _Decoding:
                 self.rows = look_harder(inputs, self.how, self.rows, _EFFORT, self.rng)
             else:
                 self.rows = find_rows(inputs, self.how, self.rng, self.rows)
-            if len(self.rows) > inputs.span.rank:
-                self.rows = before  # the limit lets in more than can be there
             if len(self.rows) > len(before):
                 self.choose(inputs, len(before))
-                self.drop(inputs, scale)
-                self.count(inputs)
+                self.drop(inputs, fit)
+                self.count(inputs, fit.signals(self.beside(inputs, fit).rows())[:, : len(self.rows)])
                 if self.missing >= missing:
                     self.rows, self.missing = before, missing  # what explains nothing was read wrongly
             elif turn:
@@ -174,29 +172,31 @@ class _Decoding:
 
         The same token a position further on, under the same mask, is nearly the same row: of such two the one nearer
         to the span was sent. Beside rows that are held fixed, several new ones of one token at one position are mostly
-        one row that was read differently.
+        one row that was read differently. More rows than directions are wrong ones in part, which lie further off.
         """
-        far = inputs.span.residual(self.masked(inputs).entering()).tolist()
+        rank, entering = inputs.span.rank, self.masked(inputs).entering()
+        most = _SURE * (self.missing if len(self.rows) <= rank else rank - known)
+        far = (inputs.span.residual(entering) / inputs.span.expected(entering).clamp_min(_NEAR)).tolist()
         chosen: list[int] = []
         places: list[tuple[int, int]] = []
-        for at in sorted(range(len(far)), key=far.__getitem__):
+        for at in sorted(range(len(far)), key=lambda at: (at >= known, far[at])):
             row, new = self.rows[at], at >= known
             place = (row.token, row.position)
             alike = [one for one in map(self.rows.__getitem__, chosen) if one.token == row.token]
             shadow = not self.whole and any(
                 one.position != row.position and not inputs.differ(row.clean, row.kept, one.kept) for one in alike
             )
-            if shadow or (new and (len(places) >= _SURE * self.missing or (self.held and place in places))):
+            if shadow or (new and (len(places) >= most or (self.held and place in places))):
                 continue
             chosen.append(at)
             places += [place] * new
         self.rows = [self.rows[at] for at in sorted(chosen)]
 
-    def count(self, inputs: MaskedInputs) -> None:
-        """Count the directions that stand out of what the rows leave."""
+    def count(self, inputs: MaskedInputs, left: Tensor | None) -> None:
+        """Count the directions that stand out of what the rows leave, with signals [n, f] to start from, or none."""
         step(f"decode: {len(self.rows)} rows", len(self.rows), inputs.span.rank)
         rows = self.masked(inputs).rows()
-        self.missing = self.fitting.missing(self.fitting.signals(rows, _COARSE[-1]), rows, _COARSE[-1])
+        self.missing = self.fitting.missing(self.fitting.signals(rows, _COARSE[-1], left), rows, _COARSE[-1])
 
     def complete(self) -> bool:
         """Say whether the rows make whole sentences: at each position as many as before it, less those that ended."""
@@ -247,8 +247,9 @@ class _Decoding:
             for _ in range(copies)
         ]
         self.rows = [*before, *drawn][: self.most]
-        self.keep(self.mended(self.masked(inputs), _COARSE)[0])
-        self.count(inputs)
+        kept, left = self.mended(self.masked(inputs), _COARSE)
+        self.keep(kept)
+        self.count(inputs, left if len(self.rows) == len(kept) else None)
         if self.missing < missing:
             return True
         self.rows, self.missing = before, missing
@@ -265,16 +266,17 @@ class _Decoding:
         kept = torch.rand(clean.shape, generator=self.rng) >= self.how.rate * masked
         return Row(one.token, one.position, kept.to(clean.device), clean)
 
-    def beside(self, inputs: MaskedInputs, scale: Tensor) -> Masked:
+    def beside(self, inputs: MaskedInputs, fit: LowRank) -> Masked:
         """Return the rows, and beside them the directions of the span that they leave."""
-        basis = inputs.span.basis
-        inside = self.masked(inputs).entering() * scale @ basis
-        left = torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (basis.T / scale)
+        inside = self.masked(inputs).entering() * fit.scale @ fit.basis
+        left = torch.linalg.svd(inside, full_matrices=True).Vh[len(inside) :] @ (fit.basis.T / fit.scale)
         return self.masked(inputs, left / self.fitting.columns)
 
-    def drop(self, inputs: MaskedInputs, scale: Tensor) -> None:
+    def drop(self, inputs: MaskedInputs, fit: LowRank) -> None:
         """Drop the rows that the entries speak against."""
-        pull = pulls(self.fitting, self.beside(inputs, scale), _COARSE[-1])
+        masked = self.beside(inputs, fit)
+        start = fit.signals(masked.rows())
+        pull = pulls(self.fitting, masked, _COARSE[-1], start)
         wrong = (pull > _WRONG * pull.median()) & (pull > _WORST * pull.max()) & (pull > 1)
         self.rows = [row for row, bad in zip(self.rows, wrong.tolist(), strict=True) if not bad]
 
@@ -352,7 +354,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost, fit.scale)
         inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)])
         before = len(state.rows)
-        state.look(inputs, fit.scale, effort)
+        state.look(inputs, fit, effort)
         stays, complete = len(state.rows) == before, state.complete()
         if state.rows and (stays or not complete):
             state.listen(inputs)
@@ -367,12 +369,12 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         if effort > (_MOST_EFFORT if state.rows else _MOST_IN_VAIN):
             break
         if 0 < len(state.rows) < _FEW and (told is None or not told.whole):
-            state.keep(state.mended(state.beside(inputs, fit.scale), _MIDDLE)[0])
+            state.keep(state.mended(state.beside(inputs, fit), _MIDDLE)[0])
             told = None
     if inputs is None or fit is None or not state.rows:
         return None
     if told is None:
-        state.keep(state.mended(state.beside(inputs, fit.scale), _MIDDLE)[0])
+        state.keep(state.mended(state.beside(inputs, fit), _MIDDLE)[0])
     entering = state.masked(inputs).entering()
     if told is None or told.left.shape[1] != len(entering):
         told = state.told(inputs)

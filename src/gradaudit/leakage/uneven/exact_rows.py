@@ -259,16 +259,17 @@ def _costs(fitting: Weighted, fits: Tensor, unsure: Tensor, floor: float, part: 
     return (seen / (1 + seen * unsure) * (fitting.target[part] - fits).square()).sum(0)
 
 
-def pulls(fitting: Weighted, masked: Masked, floor: float) -> Tensor:
+def pulls(fitting: Weighted, masked: Masked, floor: float, left: Tensor) -> Tensor:
     """Return [f] how far each row is from what the entries say of it, far more of a wrong row than of the right ones.
 
     Args:
         fitting: of the entries.
         masked: the rows.
         floor: added to each entry's error.
+        left: [n, r] signals to start from, in units of the lines.
     """
     columns = torch.arange(0, masked.clean.shape[1], _EACH, device=masked.clean.device)
-    return _judged(fitting, masked, floor, None, columns).pull[:, columns].median(1).values
+    return _judged(fitting, masked, floor, left, columns).pull[:, columns].median(1).values
 
 
 def mended(
