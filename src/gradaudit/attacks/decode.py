@@ -13,7 +13,7 @@ from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.decoding.order import order_words
 from gradaudit.leakage.decoding.past import read_sentences
-from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, look_harder
+from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
 from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.rowspace.deflation import matrices
@@ -220,7 +220,8 @@ class Decode(Attack):
         changes = entries(seen, 0) if countered and (model.causal or not whole) else None
         if changes is None:
             return None
-        how = Search(known.batch_size, self.candidates, self.max_length, 0.0 if whole else known.dropout or 0.1)
+        rate, least = 0.0 if whole else known.dropout or 0.1, least_kept(known.dropout, model.width)
+        how = Search(known.batch_size, self.candidates, self.max_length, rate, least)
         found = decode_change(model, changes, how, rng)
         if found is None or len(found.rows) < _MOST_ROWS * found.rank:
             return None

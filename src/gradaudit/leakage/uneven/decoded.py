@@ -29,15 +29,15 @@ _NEAR = 5e-3
 """A row this near the span is looked at, whatever the fit's own error: rows held fixed have wrong bits of small
 coordinates, which put others off by up to 2e-3."""
 _OFF = (1.6, 3.0, 4.5)
-"""How far off a row may lie, in its expected distance, round by round. First true ones lie at 0.8 to 1.4, and wrong ones
-from 1.9 (MiniLM, 196 tokens: 215 directions of 384); beside rows that are held fixed the true ones that are missing come
-to lie at 2.5 to 3.5, nearest of all tokens, and a wrong one is dropped again."""
+"""How far off a row may lie, in its expected distance, round by round. At first true ones lie at 0.8 to 1.4, wrong ones
+from 1.9 (MiniLM, 196 tokens, 215 directions of 384); beside rows that are held fixed the true ones that are missing
+come to lie at 2.5 to 3.5, nearest of all tokens, and a wrong one is dropped again."""
 _COARSE = FLOORS[-2:]
 """Floors at which rows are judged while some are missing."""
 _STRAY, _FEW = 16, 40
 """Directions that stand out of what the rows leave are rows that are missing (measured: 0 or 1 where none is, 2 with 48
 of 50 found, 286 with 46), or wrong bits of rows that are there: so many at most. Fewer rows than the second number are
-held against everything at once: that costs less than another fit."""
+held against everything at once, and listened for: that costs less than another fit."""
 _SURE = 0.6
 """Of the rows that may be missing so many are taken in one round, nearest first."""
 _EFFORT, _MOST_EFFORT, _MOST_IN_VAIN = 3, 3, 2
@@ -353,11 +353,11 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
             break
         fit = new
         span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost, fit.scale)
-        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)])
+        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)], how.least)
         before = len(state.rows)
         state.look(inputs, fit, effort)
         stays, complete = len(state.rows) == before, state.complete()
-        if state.rows and (stays or not complete):
+        if state.rows and (stays or (not complete and len(state.rows) < _FEW)):
             state.listen(inputs)
             stays = len(state.rows) == before
         if not (stays and told is not None):
