@@ -44,10 +44,13 @@ OVER_ROUNDING = ("confidence", "rank_confidence")
 """Ratios to the largest singular value that is rounding alone."""
 ROUNDING_DIFFERS = 2.0
 """Two processors' confidences differed by a quarter."""
-ROUNDED = ("lamp / bert / sgd", "decode / roberta / plain", "decode / bert / adamw")
+ROUNDED = (
+    "lamp / bert / sgd", "decode / roberta / plain", "decode / bert / adamw",
+    *(f"{attack} / bert / adamw" for attack in ("dlg", "tag", "lamp", "grab")),
+)  # fmt: skip
 """Cases that two processors (AVX2 and AVX-512) answer differently: searches over steps whose near-ties rounding breaks
-(of LAMP, and of the annealing that puts words to sentences), and a rank after deflation that rounding raises by one, so
-that a sentence is likely and not proven."""
+(of LAMP, and of the annealing that puts words to sentences), a rank after deflation that rounding raises by one, so
+that a sentence is likely and not proven, and what is near a sign: replayed steps of AdamW."""
 
 Setting = dict[str, Any]
 CLIENTS: dict[str, Setting] = {

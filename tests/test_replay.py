@@ -159,7 +159,7 @@ def test_what_is_replayed_and_what_is_not(load):
     _, _, adaptive, _ = scene(load, LocalTraining("adamw", 0.05))
     masked = replace(adaptive, knowledge=replace(adaptive.knowledge, dropout=0.1))
     assert objective_of(masked, L2(), 8).notes() == ["dropout was on, or may have been, and was replayed as off"]
-    with pytest.raises(NotSupportedError, match="than it replays"):
+    with pytest.raises(NotSupportedError, match="as many as their replayed_steps"):
         objective_of(adaptive, L2(), 0)
     _, _, once, _ = scene(load, LocalTraining("sgd", 0.05))
     assert type(objective_of(once, L2(), 8)) is Objective

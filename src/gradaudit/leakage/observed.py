@@ -38,8 +38,9 @@ def as_gradient(seen: Observation[Model], replayed: bool = False) -> dict[str, T
     how, size = seen.knowledge.training, seen.knowledge.batch_size
     if how is None or size is None or not (replayed or how.descends):
         raise NotSupportedError(
-            "matching reads a weight change only when it knows the batch size and the training, and takes no more "
-            "steps of AdamW, or of SGD with momentum, clipping, decay or a schedule, than it replays (replayed_steps)"
+            "matching reads a weight change only when it knows the batch size and that the client used plain SGD; "
+            "steps of AdamW, or of SGD with momentum, clipping, decay or a schedule, are replayed by attacks on text, "
+            "as many as their replayed_steps"
         )
     steps = how.steps(size)
     return {name: value / -(how.mean_rate(steps) * steps) for name, value in seen.tensors.items()}
