@@ -202,6 +202,16 @@ def test_local_steps_that_were_replayed_were_not_read_as_one_gradient(folders, d
     assert ("replayed_steps" in record.details) != flagged
 
 
+@pytest.mark.parametrize(("optimizer", "flagged"), [("adamw", True), ("sgd", False)])
+def test_an_attack_that_learns_masks_does_not_where_it_replays(folders, data, optimizer, flagged):
+    """Steps of AdamW are replayed with dropout off; one of SGD is a gradient, whose masks are learned."""
+    short = {"rounds": 1, "steps": 2, "starts": 4, "permutations": 2, "passes": 1, "beam_width": 2}
+    client = {"optimizer": optimizer, "learning_rate": 0.01, "dropout": True}
+    record, _ = audit_batch(make(folders, data, "bert", client=client, attack={"name": "grab", **short}), 0)
+    assert record.error is None
+    assert ("dropout-not-modeled" in record.flags) == flagged
+
+
 def test_flags_name_what_was_done(folders, data: Path, tmp_path: Path):
     noise = {"name": "gaussian", "sigma": 0.1, "relative": False}
     unaware = {"defenses": False}

@@ -194,3 +194,12 @@ def test_grab_searches_batches_whole_where_steps_are_replayed(load):
     found = Grab(rounds=1, steps=3, starts=9, permutations=3, passes=1)(seen, stream(0, "attack"))
     assert found.details["replayed_steps"] == 2
     assert [len(s) for s in found.sequences] == [len(s) for s in batch.sequences()]
+
+
+@pytest.mark.parametrize("attack", [Grab(rounds=1, steps=2, starts=4, permutations=2, passes=1, refit=1), Tag(steps=2)])
+def test_a_step_of_adamw_with_dropout_on_is_replayed_as_if_it_were_off(load, attack):
+    model = load("bert")
+    client = Client(model, LocalTraining("adamw", 1e-3), dropout=True)
+    found = attack(seen_of(client, batch_of(model, sentences((4,), 1), [1])), stream(0, "attack"))
+    assert found.details["replayed_steps"] == 1
+    assert "dropout was on, or may have been, and was replayed as off" in found.notes

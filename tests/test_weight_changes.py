@@ -13,12 +13,13 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
-from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search
+from gradaudit.leakage.decoding.rows import LEAST_KEPT, MaskedInputs, Row, Search, least_kept
+from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.decoded import _Decoding
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, pulls
 from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
-from gradaudit.leakage.uneven.low_rank import Fitting
+from gradaudit.leakage.uneven.low_rank import Fitting, LowRank
 from gradaudit.leakage.uneven.overlooked import overlooked
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
 from gradaudit.models.spec import ModelSpec
@@ -355,6 +356,48 @@ def test_lines_are_solved_by_their_own_weights():
     assert torch.allclose(twice @ torch.cat([rows, rows[:1]]), found @ rows, rtol=1e-5, atol=1e-8)
     expected = torch.einsum("rd,nd,sd->nrs", rows, weights, rows)
     assert torch.allclose(normal_matrices(rows, weights), expected)
+
+
+@pytest.mark.parametrize(("rate", "width"), [(0.1, 384), (0.1, 32), (0.3, 384), (0.0, 384)])
+def test_no_mask_of_a_known_rate_leaves_less(rate: float, width: int):
+    kept = torch.rand((10_000, width), generator=torch.Generator().manual_seed(0)) >= rate
+    assert kept.double().mean(1).min() > least_kept(rate, width)
+    assert least_kept(rate, width) >= least_kept(None, width) == LEAST_KEPT
+    if (rate, width) == (0.1, 384):
+        assert least_kept(rate, width) > 0.73, "wrong rows in reach kept 0.53 to 0.72"
+
+
+def test_a_row_in_the_span_under_a_mask_that_dropout_does_not_leave_is_none(minilm):
+    """The row that sixty percent of a word make lies in its span exactly."""
+    clean = minilm.first_inputs(3, torch.tensor([2000])).double()
+    kept = torch.rand(clean.shape, generator=torch.Generator().manual_seed(0)) < 0.6
+    basis = torch.linalg.qr(torch.where(kept, clean, torch.zeros_like(clean)).T).Q
+    span = Span(basis, torch.ones(1).double(), 1, 1.0, 0, ())
+    for least, inside in ((LEAST_KEPT, True), (least_kept(0.1, minilm.width), False)):
+        assert bool(MaskedInputs(minilm, span, least=least).accepted(clean, kept, 0.1)[1][0]) == inside
+
+
+def test_of_more_rows_in_reach_than_directions_the_nearest_are_taken(minilm):
+    """Five of ten lie in a span of five, the others outside: six tenths of five come first."""
+    seen = entries(seen_of(minilm, batch_of(minilm, 4, 1), ADAMW), 0)
+    assert seen is not None
+    decoding = _Decoding(minilm, seen, Search(1, 200, 512, 0.1), torch.Generator())
+    ids = torch.arange(2000, 2010)
+    clean = minilm.first_inputs(3, ids).double()
+    basis = torch.linalg.qr(clean[:5].T).Q
+    span = Span(basis, torch.ones(5).double(), 5, 1.0, 0, (), torch.full((5,), 1e-4).double())
+    every = torch.ones(minilm.width, dtype=torch.bool)
+    decoding.rows = [Row(token, 3, every, row) for token, row in zip(ids.flip(0).tolist(), clean.flip(0), strict=True)]
+    decoding.choose(MaskedInputs(minilm, span), 0)
+    assert len(decoding.rows) == 3
+    assert all(row.token < 2005 for row in decoding.rows)
+
+
+def test_what_a_fit_brings_back_to_other_rows_of_its_space_is_the_same_product():
+    rng = torch.Generator().manual_seed(0)
+    left, rows, mix = (torch.randn(s, generator=rng).double() for s in ((9, 4), (4, 12), (4, 4)))
+    fit = LowRank(rows.T, rows[0], rows[0], left, rows)
+    torch.testing.assert_close(fit.signals(mix @ rows) @ mix @ rows, left @ rows)
 
 
 @pytest.mark.minilm

@@ -139,8 +139,8 @@ class _Run:
         self.objective = objective_of(seen, how.distance(seen), how.replayed_steps)
         self.frame: Layout = frame_of(seen, how.assumed_length)
         self.labels = first_labels(seen, self.frame)
-        dropout = seen.knowledge.dropout != 0.0 and how.learn_masks
-        self.masks = Masks(len(self.frame.ids), rng) if dropout else None
+        dropout = seen.knowledge.dropout != 0.0 and not self.objective.replays  # every replayed step has its own masks
+        self.masks = Masks(len(self.frame.ids), rng) if dropout and how.learn_masks else None
         size = len(self.frame.ids)
         self.fresh = [Masks(size, rng, learn=False) for _ in range(how.score_masks)] if self.masks is not None else []
         scored = tuple(self.fresh) or (self.masks,)
@@ -148,7 +148,7 @@ class _Run:
         self.of = Candidates(self.objective, self.frame, self.labels.values, scored, screen, how.candidates)
         self.open = seen.knowledge.lengths is None
         self.refit: Refit | None = None
-        if how.refit and seen.knowledge.dropout != 0.0:
+        if how.refit and dropout:
             judge = Candidates(self.objective, self.frame, self.labels.values)
             self.refit = Refit(judge, self.table, self.model.special.pad, how.refit_steps)
         self.spent = 0

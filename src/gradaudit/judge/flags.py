@@ -60,7 +60,7 @@ def flags(
         **own,
         "random-weights": seen.model.spec.random_weights,
         "surplus-guesses": surplus,
-        "dropout-not-modeled": made["dropout"] > 0 and not attack.models_dropout,
+        "dropout-not-modeled": made["dropout"] > 0 and (made["replayed"] or not attack.models_dropout),
         "defense-not-modeled": not all(
             modeled(attack, str(d["name"]), seen, made["clients"]) for d in made["defenses"]
         ),

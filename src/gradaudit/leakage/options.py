@@ -7,7 +7,7 @@ from gradaudit.registry import hyper
 
 def replayed_steps() -> Any:
     """Return the field that says how long a weight change is replayed."""
-    about = "local steps of a weight change replayed at most; of more it is read as one gradient, 0 always"
+    about = "local steps of a weight change replayed at most; more of plain SGD are read as one gradient, 0 always"
     return hyper(8, about, source="ours", deltas=True)
 
 
