@@ -43,7 +43,7 @@ _EDGE = 1.05
 _FEW, _FACTOR, _PART = 8, 3, 2
 """With fewer than an eighth of the directions missing the fit is settled before more are added; at most a third as
 many as there are, and half of the values that stand out, since weights spread one direction over several (a quarter
-costs twice the time, for the same rank: MiniLM, 95 tokens at 1e-5, 196 at 5e-5)."""
+costs this fit twice the time, for the same rank: MiniLM, 95 tokens at 1e-5)."""
 _FALLS = 0.8
 """While what is missing falls to this share the fit still converges: what stands out need not be a direction."""
 _IDLE = 5
