@@ -28,7 +28,13 @@ def minilm():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"), [("sign", {}), ("topk", {"keep": 0.1}), ("gaussian", {"sigma": 0.5, "relative": True})]
+    ("name", "fields"),
+    [
+        ("sign", {}),
+        ("topk", {"keep": 0.1}),
+        ("random-pruning", {"rate": 0.9}),
+        ("gaussian", {"sigma": 0.5, "relative": True}),
+    ],
 )
 def test_the_words_stand_out_and_little_else_does(minilm, name: str, fields: dict):
     rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
