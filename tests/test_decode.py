@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,15 +170,6 @@ def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load,
     found = Decode()(tiny_models.seen_of(Client(model), batch), stream(0, "attack"))
     assert found.certificates == ("proven", "likely")
     assert any("too little" in note for note in found.notes)
-
-
-def test_adapters_are_refused_in_a_sentence(load):
-    model = load("llama")
-    seen = tiny_models.seen_of(Client(model), tiny_models.batch_of(model, ["river stone"]))
-    other = copy.copy(model)
-    other.spec = replace(model.spec, lora={"rank": 2})
-    with pytest.raises(NotSupportedError, match="does not read adapters"):
-        Decode().run(replace(seen, model=other), stream(0, "attack"))
 
 
 def test_block_0_alone_proves_nothing_with_dropout_off(minilm):

@@ -332,10 +332,12 @@ class NamedWord:
     Args:
         token: its id.
         steps: local steps, counted from 0, whose minibatch held it; None where they are not told.
+        certain: nothing else explains the update, and that was checked without the truth.
     """
 
     token: int
     steps: tuple[int, ...] | None = None
+    certain: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Exact decoding: batches back from their attention gradients, exactly and with proof, dropout on or off."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -19,13 +18,14 @@ from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
+from gradaudit.leakage.rowspace.sparse_words import adapter_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
+from gradaudit.leakage.uneven.by_step import named_by_step
 from gradaudit.leakage.uneven.decoded import DecodedChange, decode_change
 from gradaudit.leakage.uneven.entries import Entries, entries
-from gradaudit.leakage.uneven.marks import marks_of, sentences_of
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
-from gradaudit.types import NamedWord, Observation, Reconstruction
+from gradaudit.types import Observation, Reconstruction
 
 _EXPLAINED = 1e-4
 """A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
@@ -97,23 +97,21 @@ class Decode(Attack):
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         if seen.model.spec.lora is not None:
-            raise NotSupportedError(
-                "attack 'decode' does not read adapters, which have rank directions only; use 'dager'"
-            )
+            return self._adapted(seen)
         words = read_words(seen)
         if words is None:
             found = self._read(seen, rng)
             untold = seen.kind == "delta" and seen.knowledge.training is None
             return replace(found, notes=(*found.notes, _UNTOLD)) if untold else found
         if (seen.knowledge.steps or 1) > 1:
-            return _by_step(seen, words, rng)
+            return named_by_step(seen, words, rng)
         try:
             found = self._read(seen, rng)
         except NotSupportedError as refusal:
             found = Reconstruction(notes=(str(refusal),))
         if found.sequences:
             return replace(found, words=words)
-        bags = _by_step(seen, words, rng)
+        bags = named_by_step(seen, words, rng)
         return replace(bags, notes=(*bags.notes, *found.notes))
 
     def _read(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -161,6 +159,17 @@ class Decode(Attack):
         prefix = seen.model.special.prefix[:1]
         ids = torch.tensor(prefix, device=first.basis.device) if prefix else None
         return float(first.residual(seen.model.first_inputs(0, ids)).min()) < _OFF
+
+    # adapters
+
+    def _adapted(self, seen: Observation) -> Reconstruction:
+        """Return the sentences where adapters have a direction for each token, else the words of their directions."""
+        found = adapter_words(seen, self.false_discoveries)
+        details: dict[str, Any] = {"directions": found.directions, "words": len(found.words)}
+        first = span(seen, 0) if seen.model.causal and found.explained and found.exhausted else None
+        grown = Reconstruction() if first is None else self._grown(seen, first)
+        notes = (found.limit, *grown.notes)
+        return replace(grown, notes=notes, details=details | dict(grown.details), words=found.words)
 
     # noise and compression
 
@@ -367,33 +376,6 @@ def _followed(seen: Observation, changes: Entries, found: DecodedChange, details
         notes.append(_LAST_MISSING)
     texts = tuple(tuple(found.rows[at].token for at in one) for one in sentences)
     return Reconstruction(texts, None, tuple(certificates), tuple(notes), details)
-
-
-def _by_step(seen: Observation, words: Sequence[NamedWord], rng: torch.Generator) -> Reconstruction:
-    """Return words of several steps: each step's as sentences where embeddings tell, else in the order of their ids."""
-    model, known, special = seen.model, seen.knowledge, seen.model.special
-    size = (known.training.minibatch if known.training is not None else None) or known.batch_size
-    steps = sorted({step for word in words for step in word.steps or ()})
-    marks = marks_of(seen)
-    guesses: list[tuple[int, ...]] = []
-    ordered = False
-    for step in steps:
-        found = sentences_of(seen, marks, words, step, size, rng) if marks is not None and size is not None else []
-        ordered |= bool(found)
-        own = (w.token for w in words if w.steps == (step,) and w.token not in special.ids)
-        guesses += found or [(*special.prefix, *own, *special.suffix)]
-    guesses = [one[: model.max_length] for one in guesses]
-    note = f"the word embedding's rows name {len(words)} words of the batch"
-    if len(steps) > 1:
-        note += f", the local steps of {sum(word.steps is not None for word in words)}"
-    note += "; their order and sentences are guesses" if ordered else ", and no order"
-    return Reconstruction(
-        tuple(guesses),
-        certificates=("guess",) * len(guesses),
-        notes=(note,),
-        details={"words": len(words)},
-        words=tuple(words),
-    )
 
 
 def _ranks(first: Span) -> dict[str, Any]:

@@ -33,8 +33,8 @@ _PRUNED, _ANY_SIZE = 0.02, 0.05
 """A larger share of zeros was left out (a gradient's own are whole rows or columns); and whatever its size, where the
 smallest entry that is there has less than this share of the middle one: of the largest tenth it has 0.6."""
 _ENOUGH = 16
-"""Entries a line has on average for its own size to be told (MiniLM, 8 sentences; words found of 84 plain and balanced: 66
-and 80 with 38 entries a line, 60 and 68 with 19, 31 and 14 with 4)."""
+"""Entries a line has on average for its own size to be told (MiniLM, 8 sentences; words found of 84 plain and
+balanced: 66 and 80 with 38 entries a line, 60 and 68 with 19, 31 and 14 with 4)."""
 _TAIL = 1000
 """Highest scores that tell how the vocabulary's fall off: more than a batch has words, few enough to be its tail."""
 

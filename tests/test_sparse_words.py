@@ -1,0 +1,123 @@
+"""Words from fewer directions than tokens: what adapters give away, what is certain, and where it ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradaudit.attacks.decode import Decode
+from gradaudit.client.client import Client
+from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.rowspace.sparse_words import sparse_words
+from gradaudit.models.spec import Lora, ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.streams import stream
+from gradaudit.types import LocalTraining
+from tiny_models import WORDS, batch_of, seen_of, sentences
+
+
+def adapted(name: str, rank: int, trained: bool = True):
+    """A model with adapters, as after some steps: B is not zero."""
+    model = load_model(ModelSpec(name, lora=Lora(rank)))
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter, value in model.parameters().items():
+            if trained and "lora_B" in parameter:
+                value.copy_(0.1 * torch.randn(value.shape, generator=rng))
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama(folders):
+    return adapted(f"random:{folders['llama']}", 2)
+
+
+def held(model, batch) -> set[int]:
+    return {token for ids in batch.sequences() for token in ids} - model.special.ids
+
+
+def test_six_directions_name_twelve_words_for_certain(llama):
+    batch = batch_of(llama, sentences([5, 4, 3], 1))
+    found = Decode()(seen_of(Client(llama), batch), stream(0, "attack"))
+    assert found.details["directions"] == 6
+    assert {word.token for word in found.words or ()} == held(llama, batch)
+    assert all(word.certain for word in found.words or ())
+    assert found.sequences == ()  # more tokens than directions: no order
+
+
+def test_one_step_of_sgd_names_them_too_and_the_rounding_of_weights_is_reckoned_with(llama):
+    batch = batch_of(llama, sentences([5, 4], 2))
+    found = Decode()(seen_of(Client(llama, LocalTraining("sgd", 0.1)), batch), stream(0, "attack"))
+    assert {word.token for word in found.words or ()} == held(llama, batch)
+
+
+def test_sentences_come_where_adapters_have_a_direction_for_each_token(folders):
+    model = adapted(f"random:{folders['llama']}", 8)
+    batch = batch_of(model, sentences([4, 3], 3))
+    found = Decode()(seen_of(Client(model), batch), stream(0, "attack"))
+    assert sorted(found.sequences) == sorted(tuple(ids) for ids in batch.sequences())
+    assert set(found.certificates or ()) == {"proven"}
+    assert {word.token for word in found.words or ()} == held(model, batch)
+
+
+def test_as_many_words_as_the_width_are_not_told(llama):
+    batch = batch_of(llama, sentences([12, 12, 12], 1))
+    found = Decode()(seen_of(Client(llama), batch), stream(0, "attack"))
+    assert len(held(llama, batch)) > llama.width
+    assert not any(word.certain for word in found.words or ())
+    assert any("no " in note and "words explain" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("words", [6, 12])
+def test_directions_that_hold_something_else_make_no_word_certain(llama, words):
+    """Oracle: combinations of known rows. With a stranger's row among them nothing explains them."""
+    rng = torch.Generator().manual_seed(words)
+    rows = llama.first_inputs(0)[20 : 20 + words].double()
+    directions = torch.randn(6, words, generator=rng, dtype=torch.double) @ rows
+    right = sparse_words(llama, directions, torch.zeros(6, 1), 0.01)
+    assert {word.token for word in right.words} == set(range(20, 20 + words))
+    assert all(word.certain for word in right.words)
+    stranger = torch.randn(6, 1, generator=rng, dtype=torch.double) @ torch.randn(
+        1, llama.width, generator=rng, dtype=torch.double
+    )
+    wrong = sparse_words(llama, directions + stranger, torch.zeros(6, 1), 0.01)
+    assert not wrong.explained
+    assert not any(word.certain for word in wrong.words)
+
+
+def test_a_word_that_another_could_stand_for_is_not_certain(llama, monkeypatch):
+    """Two tokens with one row: which of them it was nobody can tell."""
+    parts = llama.first_input_parts()
+    twin = parts.words.clone()
+    twin[70] = twin[21]
+    monkeypatch.setattr(llama, "first_input_parts", lambda: replace(parts, words=twin))
+    rng = torch.Generator().manual_seed(0)
+    directions = torch.randn(6, 5, generator=rng, dtype=torch.double) @ llama.first_inputs(0)[20:25].double()
+    found = sparse_words(llama, directions, torch.zeros(6, 1), 0.01)
+    assert found.explained
+    sure = {word.token for word in found.words if word.certain}
+    assert sure == {20, 22, 23, 24}
+
+
+def test_adapters_of_no_step_and_of_adamw_say_so(folders, llama):
+    batch = batch_of(llama, sentences([4], 1))
+    fresh = adapted(f"random:{folders['llama']}", 2, trained=False)
+    found = Decode()(seen_of(Client(fresh), batch), stream(0, "attack"))
+    assert not found.words
+    assert "B is still zero" in found.notes[0]
+    with pytest.raises(NotSupportedError, match="plain SGD"):
+        Decode()(seen_of(Client(llama, LocalTraining("adamw", 1e-3)), batch), stream(0, "attack"))
+    with pytest.raises(NotSupportedError, match="q, k or v of block 0"):
+        Decode()(seen_of(Client(llama), batch, "1:q,k,v"), stream(0, "attack"))
+
+
+def test_an_encoder_s_words_are_told_apart_from_its_positions():
+    model = adapted("minilm", 4)
+    texts = [" ".join(WORDS[at : at + 9]) for at in (20, 29, 38, 47)]
+    batch = batch_of(model, texts)
+    found = Decode()(seen_of(Client(model), batch), stream(0, "attack"))
+    assert found.details["directions"] == 12 < len(held(model, batch))
+    assert {word.token for word in found.words or ()} == held(model, batch)
+    assert all(word.certain for word in found.words or ())
