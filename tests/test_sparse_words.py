@@ -10,7 +10,7 @@ import torch
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.rowspace.sparse_words import sparse_words
+from gradaudit.leakage.rowspace.sparse_words import exact, sparse_words
 from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
@@ -76,13 +76,13 @@ def test_directions_that_hold_something_else_make_no_word_certain(llama, words):
     rng = torch.Generator().manual_seed(words)
     rows = llama.first_inputs(0)[20 : 20 + words].double()
     directions = torch.randn(6, words, generator=rng, dtype=torch.double) @ rows
-    right = sparse_words(llama, directions, torch.zeros(6, 1), 0.01)
+    right = sparse_words(llama, exact({"q": directions}), 0.01)
     assert {word.token for word in right.words} == set(range(20, 20 + words))
     assert all(word.certain for word in right.words)
     stranger = torch.randn(6, 1, generator=rng, dtype=torch.double) @ torch.randn(
         1, llama.width, generator=rng, dtype=torch.double
     )
-    wrong = sparse_words(llama, directions + stranger, torch.zeros(6, 1), 0.01)
+    wrong = sparse_words(llama, exact({"q": directions + stranger}), 0.01)
     assert not wrong.explained
     assert not any(word.certain for word in wrong.words)
 
@@ -95,7 +95,7 @@ def test_a_word_that_another_could_stand_for_is_not_certain(llama, monkeypatch):
     monkeypatch.setattr(llama, "first_input_parts", lambda: replace(parts, words=twin))
     rng = torch.Generator().manual_seed(0)
     directions = torch.randn(6, 5, generator=rng, dtype=torch.double) @ llama.first_inputs(0)[20:25].double()
-    found = sparse_words(llama, directions, torch.zeros(6, 1), 0.01)
+    found = sparse_words(llama, exact({"q": directions}), 0.01)
     assert found.explained
     sure = {word.token for word in found.words if word.certain}
     assert sure == {20, 22, 23, 24}
@@ -107,8 +107,8 @@ def test_adapters_of_no_step_and_of_adamw_say_so(folders, llama):
     found = Decode()(seen_of(Client(fresh), batch), stream(0, "attack"))
     assert not found.words
     assert "B is still zero" in found.notes[0]
-    with pytest.raises(NotSupportedError, match="plain SGD"):
-        Decode()(seen_of(Client(llama, LocalTraining("adamw", 1e-3)), batch), stream(0, "attack"))
+    with pytest.raises(NotSupportedError, match="several steps"):
+        Decode()(seen_of(Client(llama, LocalTraining("adamw", 1e-3, 2)), batch), stream(0, "attack"))
     with pytest.raises(NotSupportedError, match="q, k or v of block 0"):
         Decode()(seen_of(Client(llama), batch, "1:q,k,v"), stream(0, "attack"))
 

@@ -19,7 +19,7 @@ taken out first, each at the cost of one of the d.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,27 +27,31 @@ from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
-from gradaudit.leakage.rowspace.subspace import stack
-from gradaudit.leakage.uneven.entries import entries
+from gradaudit.leakage.uneven.entries import Entries, entries
+from gradaudit.leakage.uneven.exact_rows import EXPLAINED
+from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices
 from gradaudit.leakage.uneven.steps import PlainStep
+from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import NamedWord, Observation
 
-_ROUNDED = 2e-7
-"""Error of an entry of a gradient that float32 summed, relative to the root mean square of its line."""
 _CLEAR = 10.0
 """A direction is known where it is so many times the largest that errors alone would make."""
 _FLOOR = 0.05
 """A word of which less than this share is left resembles those already taken too much to be judged by it."""
 _MOST = 0.9
 """Words taken at most, as a share of the dimensions: with as many words as dimensions anything is explained."""
-_EXPLAINED = 4.0
-"""Squared residuals per degree of freedom, in squared errors, below which words explain the directions (measured: 0.1
-to 1.6 of all words, more than 1,000 where one is missing; SmolLM2)."""
+_LEFT = 2.0
+"""Squared residuals, in the middle squared error, at which no more words are taken."""
+_UNKNOWN, _BOUND = 0.3, 3.0
+"""Entries known worse than to this share of a typical one count as their bound, up to so many typical ones, until words
+explain them."""
+_FIRST, _MORE = 16, 3
+"""Words taken before they are held against all entries: so many, and a third of those that are there."""
 _IDLE = 25.0
-"""A word whose coefficients each explain less than so many squared errors is none (measured: 1 of wrong words, 10^6 and
-more of right ones)."""
+"""A word whose coefficients each explain less than so many squared errors is none (measured, exact gradients: 1 of
+wrong words, 10^6 and more of right ones)."""
 _APART = 100.0
 """Any other word in a word's place must cost this much of chi^2 for the word to be certain."""
 _CHANCE = math.log(1e-6)
@@ -58,6 +62,11 @@ _NO_STEP = (
     "the adapters' B is still zero (no step was made with them), so that their A has no gradient; an update after the "
     "first step carries signal"
 )
+_SEVERAL = (
+    "adapters are read from one gradient, or from the change of one step of a fresh optimizer; of this change nothing "
+    "tells the gradient (several steps, or how it was made was not told)"
+)
+_RIDGE = 1e-13
 _NOT_SENT = (
     "attack 'decode' needs the gradients of adapters on q, k or v of block 0, and none of them is in this update"
 )
@@ -88,48 +97,43 @@ def adapter_words(seen: Observation, level: float) -> SparseWords:
     """Return the words of block 0 that the gradients of adapters are made of.
 
     Args:
-        seen: one gradient of adapters on q, k or v of block 0, or one step of plain SGD.
+        seen: an update of adapters on q, k or v of block 0.
         level: where not everything is explained, share of the words returned that may be wrong.
 
     Raises:
-        NotSupportedError: nothing of them was sent, or a change that does not show the gradient.
+        NotSupportedError: nothing of them was sent, or several steps that do not add up to a gradient.
     """
-    changes = entries(seen, 0) if seen.kind == "delta" else None
-    if seen.kind == "delta" and (changes is None or not isinstance(changes.step, PlainStep)):
-        raise NotSupportedError(
-            "adapters are read from one gradient or one step of plain SGD so far, and this change was made otherwise"
-        )
-    stacked, _ = stack(seen, 0)
-    if stacked is None:
-        if any(seen.role(0, role) for role in "qkv"):
-            return SparseWords((), False, 0, False, _NO_STEP)
+    sent = {v.name: g for r in "qkv" for v, g in zip(seen.model.views(0, r), seen.role(0, r), strict=False)}
+    if not sent:
         raise NotSupportedError(_NOT_SENT)
-    sent, error = stacked, torch.zeros_like(stacked[:, :1])
-    if changes is not None:
-        sent, error = changes.sent, changes.spread.square().mean(1, keepdim=True).sqrt()
-    sent = sent[sent.any(1)]
-    return sparse_words(seen.model, sent, error, level)
+    if not any(bool(g.any()) for g in sent.values()):
+        return SparseWords((), False, 0, False, _NO_STEP)
+    changes = entries(seen, 0)
+    if changes is None and seen.kind == "delta":
+        raise NotSupportedError(_SEVERAL)
+    return sparse_words(seen.model, changes or exact(sent), level)
+
+
+def exact(gradients: Mapping[str, Tensor]) -> Entries:
+    """Return gradients whose only errors are their own rounding, by name."""
+    stacked = torch.cat(
+        [g.detach().double() / g.detach().double().norm().clamp_min(1e-300) for g in gradients.values()]
+    )
+    return Entries(stacked, torch.zeros_like(stacked), PlainStep(), {name: len(g) for name, g in gradients.items()})
 
 
 @torch.no_grad()
-def sparse_words(model: TextModel, sent: Tensor, error: Tensor, level: float) -> SparseWords:
+def sparse_words(model: TextModel, sent: Entries, level: float) -> SparseWords:
     """Return the words of block 0 that directions are made of.
 
     Args:
         model: the model.
-        sent: [k, d] gradients of matrices that read block 0's input.
-        error: [k, 1] standard deviation of an entry's error by line, beside float32's own.
+        sent: gradients of matrices that read block 0's input.
         level: where not everything is explained, share of the words returned that may be wrong.
     """
-    sent = sent.double()
-    lines = sent.square().mean(1, keepdim=True)
-    columns = sent.square().mean(0) / lines.mean()
-    unit = (_ROUNDED**2 * lines + error.double().square()).sqrt()
-    # sums of columns with outliers round coarser: counted in units of their own they are even
-    scale = 1 / (1 + columns).sqrt()
     found: SparseWords | None = None
     for places in _PLACES if model.absolute_positions else (0,):
-        found = _Pursuit(model, sent / unit * scale, scale, places).words(level)
+        found = _Pursuit(model, Weighted(sent), places).words(level)
         if found.explained:
             break
     assert found is not None
@@ -137,51 +141,72 @@ def sparse_words(model: TextModel, sent: Tensor, error: Tensor, level: float) ->
 
 
 class _Pursuit:
-    """A dictionary and directions in units of their errors, off what positions bring.
+    """A dictionary and directions, in units of their lines and columns, off what positions bring.
 
     Args:
         model: the model.
-        sent: [k, d].
-        scale: [d] by which the columns were multiplied.
+        fitting: of the entries.
         places: positions taken out.
     """
 
-    def __init__(self, model: TextModel, sent: Tensor, scale: Tensor, places: int) -> None:
+    def __init__(self, model: TextModel, fitting: Weighted, places: int) -> None:
         parts = model.first_input_parts()
         words, beside = parts.words.double(), parts.positions[:places].double()
         if parts.centered:
             words, beside = words - words.mean(1, keepdim=True), beside - beside.mean(1, keepdim=True)
-        by = parts.weight.double() * scale
-        beside = torch.cat([beside * by, (parts.bias.double() * scale)[None]])
-        beside = torch.nn.functional.normalize(beside[beside.any(1)], dim=1)
-        self.out = torch.linalg.qr(beside.T).Q if len(beside) else beside.T
-        self.rows = self._off(words * by)
-        self.sent = self._off(sent)
-        self.free = sent.shape[1] - self.out.shape[1]
-        edge = len(sent) ** 0.5 + self.free**0.5
-        _, values, directions = torch.linalg.svd(self.sent, full_matrices=False)
-        self.directions = directions[values > _CLEAR * edge]
-        self.size = float(self.sent.square().mean().sqrt())
+        by = parts.weight.double() / fitting.columns
+        beside = torch.cat([beside * by, (parts.bias.double() / fitting.columns)[None]])
+        self.beside = torch.nn.functional.normalize(beside[beside.any(1)], dim=1)
+        self.whole = words * by
+        self.out = torch.linalg.qr(self.beside.T).Q if len(self.beside) else self.beside.T
+        self.rows = self._off(self.whole)
+        self.fitting, self.free = fitting, fitting.target.shape[1] - self.out.shape[1]
+        self.error = fitting.deviation(fitting.target)
+        self.hardly = ~fitting.known | (self.error > _UNKNOWN)
+        self.least = _LEFT * float(self.error.median().square())
         special = model.special
         self.special, self.never = special.ids, sorted(special.ids - {*special.prefix, *special.suffix})
+        self._believe(fitting.target.clamp(-_BOUND, _BOUND))
+
+    def _believe(self, fit: Tensor) -> None:
+        """Take a fit for the entries that are hardly known, but not below the bound of those that have one."""
+        target, known = self.fitting.target, self.fitting.known
+        bound = target.sign() * torch.maximum(fit * target.sign(), target.abs().clamp(max=_BOUND))
+        target = torch.where(self.hardly, torch.where(known, fit, bound), target)
+        errors = self.error[~self.hardly]
+        self.sigma = float(errors.square().mean().sqrt()) if len(errors) else 1.0
+        self.sent = self._off(target)
+        edge = len(target) ** 0.5 + self.free**0.5
+        _, values, directions = torch.linalg.svd(self.sent, full_matrices=False)
+        self.directions = directions[values > _CLEAR * self.sigma * edge]
+        self.size = float(self.sent.square().mean().sqrt()) / self.sigma
 
     def _off(self, rows: Tensor) -> Tensor:
         return rows - (rows @ self.out) @ self.out.T
 
     def words(self, level: float) -> SparseWords:
         """Return the words that explain the directions; those that stand out where none do."""
+        used: list[int] = []
+        order: list[tuple[int, float]] = []
+        chi2 = math.inf
+        while chi2 > EXPLAINED and len(self.directions):
+            more = self._more(used, max(_FIRST, len(used) // _MORE))
+            order += [one for one in more if one[0] not in {word for word, _ in order}]
+            taken = [*used, *(word for word, _ in more)]
+            left, own, chi2 = self._held(taken)
+            self._believe(left @ self._with(taken))
+            used = [word for word, one in zip(taken, own.tolist(), strict=True) if one > _IDLE]
+            if len(used) < len(taken):
+                _, _, chi2 = self._held(used) if used else (left, own, math.inf)
+            if not more or len(taken) >= _MOST * self.free:
+                break
         count = len(self.directions)
-        if count == 0:
-            return SparseWords((), False, 0, False, "nothing of the adapters stands above its errors")
-        taken, expected = self._taken()
-        used, own, chi2 = self._held(taken)
-        used = [word for word, one in zip(used, own.tolist(), strict=True) if one > _IDLE]
-        if used:
-            _, _, chi2 = self._held(used)
         exhausted = count < len(self.sent)
         told = f"{count} directions, {self.free} dimensions"
-        if not used or chi2 > _EXPLAINED:
-            first = taken[: accepted(expected, level)]
+        if count == 0:
+            return SparseWords((), False, 0, False, "nothing of the adapters stands above its errors")
+        if chi2 > EXPLAINED:
+            first = [word for word, _ in order[: accepted([chance for _, chance in order], level)]]
             limit = f"adapters: no {len(taken)} words explain the {told}: there are more, or dropout changed their rows"
             return SparseWords(self._named(first, [False] * len(first)), False, count, exhausted, limit)
         few = self._by_chance(len(used)) < _CHANCE
@@ -199,27 +224,31 @@ class _Pursuit:
         sets = math.lgamma(every + 1) - math.lgamma(words + 1) - math.lgamma(every - words + 1)
         return sets - len(self.directions) * max(self.free - words, 0) * math.log(max(self.size, 1.0))
 
-    def _taken(self) -> tuple[list[int], list[float]]:
-        """Return words until nothing is left of the directions, and how many would score as high by chance."""
-        rows, left, sent = self.rows, self.directions, self.sent
-        along, size = rows @ left.T, rows.square().sum(1)
-        length, units = size.clone(), rows[:0]
-        taken: list[int] = []
-        expected: list[float] = []
+    def _with(self, words: Sequence[int]) -> Tensor:
+        """Return the rows of words, and behind them what positions bring."""
+        return torch.cat([self.whole[list(words)], self.beside])
+
+    def _more(self, known: Sequence[int], most: int) -> list[tuple[int, float]]:
+        """Return words beside those known, until nothing is left, each with how many would score as high by chance."""
+        rows, size = self.rows, self.rows.square().sum(1)
+        units = torch.linalg.qr(rows[list(known)].T).Q.T if known else rows[:0]
+        left, sent = (t - (t @ units.T) @ units for t in (self.directions, self.sent))
+        along, length = rows @ left.T, size - (rows @ units.T).square().sum(1)
+        found: list[tuple[int, float]] = []
         barred = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-        barred[self.never] = True
-        while len(taken) < _MOST * self.free:
-            if float(sent.square().sum()) < _EXPLAINED * sent.shape[0] * (self.free - len(taken)):
+        barred[[*self.never, *known]] = True
+        while len(found) < most and len(units) < _MOST * self.free:
+            if float(sent.square().sum()) < self.least * len(sent) * (self.free - len(units)):
                 break
-            step(f"words of adapters: {len(taken)}", len(taken))
+            step(f"words of adapters: {len(units)}", len(units))
             turn, values, _ = torch.linalg.svd(left, full_matrices=False)
             whole = values > 1e-6
             score = (along @ (turn[:, whole] / values[whole])).square().sum(1)
             score = score / length.maximum(_FLOOR * size).clamp_min(1e-300)
-            expected.append(expected_by_chance(score[~barred]))
-            taken.append(int(torch.where(barred, -1.0, score).argmax()))
-            barred[taken[-1]] = True
-            unit = rows[taken[-1]]
+            best = int(torch.where(barred, -1.0, score).argmax())
+            found.append((best, expected_by_chance(score[~barred])))
+            barred[best] = True
+            unit = rows[best]
             for _ in range(2):  # once more for what rounding leaves
                 unit = unit - (unit @ units.T) @ units
             unit = unit / unit.norm()
@@ -229,33 +258,33 @@ class _Pursuit:
             along = along - part[:, None] * (left @ unit)
             left = left - (left @ unit)[:, None] * unit
             sent = sent - (sent @ unit)[:, None] * unit
-        return taken, expected
+        return found
 
-    def _held(self, words: list[int]) -> tuple[list[int], Tensor, float]:
-        """Return words with what each explains, in squared errors a direction, and what they leave of all."""
-        rows = self.rows[words]
-        q, t = torch.linalg.qr(rows.T)
-        inside = self.sent @ q
-        signals = torch.linalg.solve_triangular(t, inside.T, upper=True)
-        inverse = torch.linalg.solve_triangular(t, torch.eye(len(words), dtype=t.dtype, device=t.device), upper=True)
-        own = signals.square().mean(1) / inverse.square().sum(1)
-        free = max(self.free - len(words), 1) * len(self.sent)
-        return words, own, float((self.sent - inside @ q.T).square().sum()) / free
+    def _held(self, words: Sequence[int]) -> tuple[Tensor, Tensor, float]:
+        """Return signals of words held fixed, what each explains in squared errors, and what all leave of them."""
+        fitting, rows = self.fitting, self._with(words)
+        left = fitting.signals(rows, 0.0)
+        weights = fitting.weights(left @ rows, 0.0)
+        alone = inverses(normal_matrices(rows, weights), _RIDGE).diagonal(dim1=1, dim2=2)
+        own = (left.square() / alone).mean(0)[: len(words)]
+        off = weights * (fitting.target - left @ rows).square()
+        free = int(fitting.there.sum()) - left.numel()
+        return left, own, float(off.sum()) / max(free, 1)
 
-    def _apart(self, words: list[int]) -> Tensor:
+    def _apart(self, words: Sequence[int]) -> Tensor:
         """Return [n], by how much chi^2 grows at least with another word in each one's place."""
-        rows = self.rows[words]
+        rows = self.rows[list(words)]
         q, t = torch.linalg.qr(rows.T)
         inverse = torch.linalg.solve_triangular(t, torch.eye(len(words), dtype=t.dtype, device=t.device), upper=True)
         # a word's part that no other word has
         lone = inverse @ q.T
         lone = lone / lone.norm(dim=1, keepdim=True)
-        strength = (self.sent @ lone.T).square().sum(0)
+        strength = (self.sent @ lone.T).square().sum(0) / self.sigma**2
         along = self.rows @ lone.T
         outside = self.rows - (self.rows @ q) @ q.T
         beside = along.square()
         like = beside / (beside + outside.square().sum(1, keepdim=True)).clamp_min(1e-300)
-        like[words] = 0
+        like[list(words)] = 0
         like[self.never] = 0
         least: Tensor = strength * (1 - like.max(0).values)
         return least

@@ -109,6 +109,8 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
     groups: dict[str, int] = {}
     for role in roles:
         for view, sent in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
+            if view.name in groups:
+                continue  # one adapter beside a fused matrix is that of q, k and v
             one = read(sent.detach(), view(weights[view.parameter]).detach())
             if one is None:
                 return None
