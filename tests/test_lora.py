@@ -179,8 +179,8 @@ def test_a_missing_package_names_its_extra(folders, monkeypatch):
         adapted(folders, "llama")
 
 
-def test_a_bundle_of_adapters_is_refused(folders, tmp_path):
+def test_a_bundle_of_adapters_without_their_weights_is_refused(folders, tmp_path):
     model = adapted(folders, "llama")
     update = Client(model).update(batch_of(model, sentences([4], 1)), stream(0, "client"))
-    with pytest.raises(NotSupportedError, match="no adapters yet"):
+    with pytest.raises(NotSupportedError, match="holds its model"):
         save_bundle(tmp_path / "update", model, replace(update), Knowledge())

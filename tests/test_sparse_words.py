@@ -113,11 +113,12 @@ def test_adapters_of_no_step_and_of_adamw_say_so(folders, llama):
         Decode()(seen_of(Client(llama), batch, "1:q,k,v"), stream(0, "attack"))
 
 
-def test_an_encoder_s_words_are_told_apart_from_its_positions():
+@pytest.mark.parametrize("training", [LocalTraining(), LocalTraining("adamw", 2e-4, weight_decay=0.01)])
+def test_an_encoder_s_words_are_told_apart_from_its_positions_and_behind_adamw(training):
     model = adapted("minilm", 4)
     texts = [" ".join(WORDS[at : at + 9]) for at in (20, 29, 38, 47)]
     batch = batch_of(model, texts)
-    found = Decode()(seen_of(Client(model), batch), stream(0, "attack"))
-    assert found.details["directions"] == 12 < len(held(model, batch))
+    found = Decode()(seen_of(Client(model, training), batch), stream(0, "attack"))
+    assert found.details["directions"] <= 12 < len(held(model, batch))
     assert {word.token for word in found.words or ()} == held(model, batch)
     assert all(word.certain for word in found.words or ())

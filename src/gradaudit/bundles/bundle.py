@@ -105,11 +105,11 @@ def save_bundle(
 
     Raises:
         BadInputError: the folder cannot be written (no space, no permission).
-        NotSupportedError: a model with adapters.
+        NotSupportedError: a model with adapters that is not inside.
     """
     spec = model.spec
-    if spec.lora is not None:
-        raise NotSupportedError("a bundle holds no adapters yet: audit LoRA with a case file")
+    if spec.lora is not None and not inside:
+        raise NotSupportedError("a bundle of adapters holds its model: use capture, or audit LoRA with a case file")
     tensors = {name: t.detach().cpu().contiguous() for name, t in update.tensors.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradaudit.bundles.bundle import save_bundle
-from gradaudit.bundles.model import MODEL, WEIGHTS
+from gradaudit.bundles.model import ADAPTER, MODEL, WEIGHTS
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, LeNet, ResNet
-from gradaudit.models.spec import ModelSpec, Task
+from gradaudit.models.lora import PeftNames
+from gradaudit.models.spec import Lora, ModelSpec, Task
 from gradaudit.models.state import fingerprint_of
 from gradaudit.models.transformers import TransformersModel
+from gradaudit.models.zoo import load_model
 from gradaudit.types import Knowledge, LocalTraining, Update
 
 ARCHITECTURES: dict[type[nn.Module], str] = {LeNet: "lenet", ResNet: "resnet"}
@@ -67,8 +69,8 @@ def capture(
     attacker in a federated training has them. The batch does not; only its number of sentences does.
 
     Args:
-        model: a transformers model for sequence classification or causal language modeling, or a `LeNet` or `ResNet`
-            of `gradaudit.models.images`, which takes images in 0 to 1.
+        model: a transformers model for sequence classification or causal language modeling, as it is or with LoRA
+            adapters of peft, or a `LeNet` or `ResNet` of `gradaudit.models.images`, which takes images in 0 to 1.
         folder: where the bundle goes.
         tokenizer: the model's tokenizer; None for a model of images.
         what: "gradient" (FedSGD), or "delta": the weight change over all steps of the block (FedAvg).
@@ -83,6 +85,7 @@ def capture(
     task = _task(model)
     if tokenizer is None and task != "image-classification":
         raise BadInputError("capture of a model of text needs its tokenizer: capture(model, folder, tokenizer=...)")
+    adapted = PeftNames(model) if getattr(model, "peft_config", None) else None
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     seen = Capture()
     names = {id(p): name for name, p in model.named_parameters()}
@@ -100,7 +103,8 @@ def capture(
         if torch.is_grad_enabled() and isinstance(ids, Tensor):
             seen.sentences += len(ids)
             seen.shape = (int(ids.shape[1]), int(ids.shape[2]), int(ids.shape[3])) if ids.dim() == 4 else None
-            seen.dropout = module.training
+            # peft's wrapper calls itself training whatever the model in it does
+            seen.dropout = any(part.training for part in module.modules() if part is not module)
 
     hooks = [register_optimizer_step_pre_hook(on_step), model.register_forward_pre_hook(on_forward, with_kwargs=True)]
     try:
@@ -110,19 +114,25 @@ def capture(
             hook.remove()
     tensors = _tensors(model, before, seen, what)
     size = (seen.sentences or None) if what == "gradient" else sentences
-    was_training = bool(model.training)
-    wrapped = (
-        _of_images(model, Path(folder), before, seen.shape)
-        if task == "image-classification"
-        else _of_text(model, Path(folder), tokenizer, task, before)
-    )
-    model.train(was_training)
+    modes = [(part, part.training) for part in model.modules()]
+    wrapped: TransformersModel | ImageModel
+    if adapted is not None:
+        tensors, before = adapted.plain(tensors), adapted.plain(before)
+        wrapped = _of_adapters(adapted, Path(folder), tokenizer, task, before)
+    elif task == "image-classification":
+        wrapped = _of_images(model, Path(folder), before, seen.shape)
+    else:
+        wrapped = _of_text(model, Path(folder), tokenizer, task, before)
+    for part, training_before in modes:
+        part.training = training_before
     rate = wrapped.dropout_rate() if seen.dropout else 0.0
     how = training or (LocalTraining() if what == "gradient" else None)
     update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
     known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
-    weights = {n: before[n] for n in wrapped.parameters()}
-    save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint_of(weights))
+    # adapters were read back from the bundle, with the weights before the step
+    own = adapted is not None
+    fingerprint = wrapped.fingerprint() if own else fingerprint_of({n: before[n] for n in wrapped.parameters()})
+    save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint)
 
 
 def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
@@ -148,6 +158,21 @@ def _of_text(model: Any, folder: Path, tokenizer: Any, task: Task, before: dict[
     except OSError as error:
         raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
     return TransformersModel(model, tokenizer, ModelSpec(name, task, labels))
+
+
+def _of_adapters(
+    adapted: PeftNames, folder: Path, tokenizer: Any, task: Task, before: dict[str, Tensor]
+) -> TransformersModel:
+    """Write the base and the adapters as they were before the step into the bundle and return the model they make."""
+    try:
+        base = adapted.save(before, folder / MODEL / ADAPTER)
+    except OSError as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
+    model = _of_text(adapted.base, folder, tokenizer, task, base)
+    lora = Lora(folder=str(folder / MODEL / ADAPTER))
+    loaded = load_model(replace(model.spec, name=str(folder / MODEL), lora=lora))
+    loaded.spec = replace(model.spec, lora=lora)
+    return loaded
 
 
 def _of_images(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradaudit.audit.prepare import uncountered
 from gradaudit.bundles.bundle import load_bundle, read_manifest, told_defenses
+from gradaudit.bundles.model import ADAPTER, MODEL
 from gradaudit.case import parse_value
 from gradaudit.data.png import png
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -23,8 +24,32 @@ from gradaudit.types import Knowledge, Reconstruction
 
 WITH_DROPOUT = "decode"
 """What to try where an attack does not reckon with dropout."""
-USUAL = ("dager", "ig")
-"""Attack of an update of text, and of images, where none is named."""
+WITH_ADAPTERS = "decode"
+"""What reads more tokens than adapters have directions."""
+
+
+def usual(folder: Path) -> str:
+    """Return the attack of a bundle where none is named: by what was trained, images, adapters, or a model of text."""
+    if read_manifest(folder).model.image is not None:
+        return "ig"
+    return WITH_ADAPTERS if (folder / MODEL / ADAPTER).is_dir() else "dager"
+
+
+@dataclass(frozen=True)
+class ShownWord:
+    """A word that an attack names.
+
+    Args:
+        text: as the tokenizer writes it.
+        id: of the token.
+        steps: local steps that held it, counted from 0; None where they are not told.
+        certain: nothing else explains the update.
+    """
+
+    text: str
+    id: int
+    steps: tuple[int, ...] | None
+    certain: bool
 
 
 @dataclass(frozen=True)
@@ -41,6 +66,7 @@ class Examination:
         warnings: what preflight noticed.
         seconds: wall time of the attack.
         images: recovered images as base64 PNG; None of text.
+        words: words of the batch that the attack names, beside what is in sentences; None where it names none.
     """
 
     attack: str
@@ -55,6 +81,7 @@ class Examination:
     warnings: tuple[str, ...]
     seconds: float
     images: tuple[str, ...] | None = None
+    words: tuple[ShownWord, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -70,6 +97,7 @@ class Examination:
             "texts": list(self.texts),
             "ids": [list(row) for row in self.ids],
             "images": None if self.images is None else list(self.images),
+            "words": None if self.words is None else [asdict(word) for word in self.words],
             "labels": self.labels,
             "certificates": self.certificates,
             "notes": list(self.notes),
@@ -97,7 +125,7 @@ def examine(
 
     Args:
         folder: the bundle.
-        attack: name of the attack; None for `dager`, and for `ig` where the update is of images.
+        attack: name of the attack; None for the `usual` one.
         settings: "field=value" overrides of its fields.
         selection: which gradients it sees.
         model: a model name in place of the bundle's.
@@ -117,7 +145,7 @@ def examine(
             raise BadInputError(f"--set takes field=value, for example steps=100; got '{setting}'")
         values[key.strip().removeprefix("attack.")] = parse_value(text)
     if attack is None:
-        attack = USUAL[read_manifest(folder).model.image is not None]
+        attack = usual(folder)
     built = build("attack", attack, values)
     bundle = load_bundle(folder, device, model, blocks)
     seen = replace(bundle.observation(Selection(selection)), known=known)
@@ -144,7 +172,15 @@ def examine(
         warnings=tuple(f.text for f in bundle.findings),
         seconds=seconds,
         images=tuple(png(image) for image in _shown(found)) if isinstance(bundle.model, ImageModel) else None,
+        words=_named(bundle.model, found),
     )
+
+
+def _named(model: object, found: Reconstruction) -> tuple[ShownWord, ...] | None:
+    """Return the words that were named, with their texts."""
+    if not isinstance(model, TextModel) or found.words is None:
+        return None
+    return tuple(ShownWord(model.pieces([w.token])[0], w.token, w.steps, w.certain) for w in found.words)
 
 
 def _unread_dropout(attack: str, reckons: bool, known: Knowledge) -> tuple[str, ...]:

@@ -8,12 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gradaudit.errors import BadInputError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, image_module, load_image_model
-from gradaudit.models.spec import Loss, ModelSpec, Task
+from gradaudit.models.spec import Lora, Loss, ModelSpec, Task
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import first_line, load_model
 
-MODEL, WEIGHTS = "model", "weights.safetensors"
-"""A bundle's folder of its own model, and the file in it that holds a model of images."""
+MODEL, WEIGHTS, ADAPTER = "model", "weights.safetensors", "adapter"
+"""A bundle's folder of its own model, the file in it that holds a model of images, and its folder of LoRA adapters."""
 _SPARE = 64 << 20
 """Bytes that a model of images may have beyond four times what its bundle stores: frozen parameters are not sent."""
 
@@ -85,7 +85,8 @@ def load_bundle_model(
         return load_image_model(spec, device)
     if inside:
         _check_size(own)
-        spec = replace(spec, name=str(own))
+        adapter = Lora(folder=str(own / ADAPTER)) if (own / ADAPTER).is_dir() else None
+        spec = replace(spec, name=str(own), lora=adapter)
     return load_model(spec, device)
 
 

@@ -1,15 +1,45 @@
 """LoRA through peft: small adapters are trained in place of the matrices they stand beside."""
 
-from typing import Any
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import save_file
+from torch import Tensor
 
-from gradaudit.errors import BadInputError
+from gradaudit import files
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.families import FAMILIES
 from gradaudit.models.spec import Lora
 from gradaudit.streams import global_stream, stream
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a saved adapter, as peft names them."""
 _ROLES = {"attention": "qkvo", "all-linear": "qkvofp"}
+_BEFORE = "base_model.model."
+"""What peft puts before the names of the model's own parameters."""
+_PLAIN = re.compile(r"[\w.]+")
+
+
+class AdapterConfig(BaseModel):
+    """What of peft's `adapter_config.json` decides what an adapter computes; it may come from elsewhere.
+
+    Which matrices have adapters, and of which rank, is read off the tensors.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+    peft_type: Literal["LORA"] = "LORA"
+    r: int = Field(ge=1)
+    lora_alpha: float = Field(gt=0)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: str = "none"
+    fan_in_fan_out: bool = False
+    alpha_pattern: dict[str, float] = Field(default_factory=dict)
 
 
 def add_adapters(module: Any, lora: Lora, seed: int) -> None:
@@ -18,28 +48,155 @@ def add_adapters(module: Any, lora: Lora, seed: int) -> None:
     Args:
         module: the model; its forward pass stays its own.
         lora: which adapters.
-        seed: A is drawn from it.
+        seed: A is drawn from it, where no saved adapter is named.
 
     Raises:
-        BadInputError: the extra "lora" (package peft) is not installed.
+        BadInputError: the extra "lora" (package peft) is not installed, or a saved adapter is not of this model.
     """
+    family = FAMILIES[module.config.model_type](module)
+    if lora.folder is not None:
+        _add_saved(module, Path(lora.folder))
+    else:
+        views = [
+            v for layer in range(len(family.blocks)) for role in _ROLES[lora.modules] for v in family.views(layer, role)
+        ]
+        how = {
+            "r": lora.rank,
+            "lora_alpha": lora.alpha if lora.alpha is not None else 2 * lora.rank,
+            "target_modules": sorted({view.parameter.removesuffix(".weight") for view in views}),
+            "fan_in_fan_out": any(view.transpose for view in views),
+        }
+        with global_stream(stream(seed, "lora"), torch.device("cpu")):
+            _inject(module, how)
+    for name, p in module.named_parameters():
+        if name.startswith(family.head):
+            p.requires_grad_(True)
+
+
+def _inject(module: Any, how: Mapping[str, Any]) -> None:
     try:
         import peft
     except ImportError:
         raise BadInputError("LoRA needs the extra: pip install 'gradaudit[lora]'") from None
-    family = FAMILIES[module.config.model_type](module)
-    views = [
-        v for layer in range(len(family.blocks)) for role in _ROLES[lora.modules] for v in family.views(layer, role)
-    ]
-    names = sorted({view.parameter.removesuffix(".weight") for view in views})
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
-        target_modules=names,
-        fan_in_fan_out=any(view.transpose for view in views),
-    )
-    with global_stream(stream(seed, "lora"), torch.device("cpu")):
-        peft.inject_adapter_in_model(config, module)
-    for name, p in module.named_parameters():
-        if name.startswith(family.head):
-            p.requires_grad_(True)
+    peft.inject_adapter_in_model(peft.LoraConfig(**how), module)
+
+
+def _add_saved(module: Any, folder: Path) -> None:
+    """Put an adapter that was trained elsewhere beside the matrices that its tensors name; see `add_adapters`."""
+    config = read_adapter_config(folder)
+    with files.stored_tensors(folder / WEIGHTS) as file:
+        names = {name: _plain(name) for name in file.shapes}
+        stems = {p.partition(".lora_A.")[0]: file.shapes[n][0] for n, p in names.items() if ".lora_A." in p}
+        matrices = {name.removesuffix(".weight") for name, p in module.named_parameters() if p.dim() == 2}
+        if not stems or not stems.keys() <= matrices:
+            strange = next((stem for stem in stems if stem not in matrices), "no matrix at all")
+            raise BadInputError(f"the adapter in {folder} is of another base model: it stands beside {strange}")
+        _inject(
+            module,
+            {
+                "r": config.r,
+                "lora_alpha": config.lora_alpha,
+                "lora_dropout": config.lora_dropout,
+                "use_rslora": config.use_rslora,
+                "fan_in_fan_out": config.fan_in_fan_out,
+                "target_modules": sorted(stems),
+                "rank_pattern": {stem: rank for stem, rank in stems.items() if rank != config.r},
+                "alpha_pattern": config.alpha_pattern,
+            },
+        )
+        own = dict(module.named_parameters())
+        for name, plain in names.items():
+            if plain not in own or tuple(own[plain].shape) != file.shapes[name]:
+                raise BadInputError(f"the adapter in {folder} is of another base model: '{name}' does not fit it")
+        with torch.no_grad():
+            for name, value in file.read(file.shapes).items():
+                own[names[name]].copy_(value)
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """Return a saved adapter's configuration.
+
+    Raises:
+        BadInputError: no such file, or one that is not understood.
+        NotSupportedError: an adapter that is more than LoRA.
+    """
+    if not (folder / CONFIG).is_file():
+        raise BadInputError(f"{folder} holds no adapter: it has no {CONFIG}")
+    config = files.read_manifest(folder / CONFIG, AdapterConfig, "the configuration of a LoRA adapter")
+    if config.use_dora or config.bias != "none":
+        raise NotSupportedError(f"the adapter in {folder} is more than LoRA (DoRA, or trained biases): not supported")
+    if not all(_PLAIN.fullmatch(key) for key in config.alpha_pattern):
+        raise BadInputError(f"{folder / CONFIG}: alpha_pattern is read as names of matrices, not as expressions")
+    return config
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name as the model with injected adapters has it, from that of peft's file or module."""
+    name = name.removeprefix(_BEFORE)
+    name = re.sub(r"\.(lora_[AB])\.(?:\w+\.)?weight$", r".\1.default.weight", name)
+    return re.sub(r"\.modules_to_save\.\w+\.", ".", name)
+
+
+class PeftNames:
+    """Parameters of a model with peft's adapters, by the names that this package's own models have.
+
+    Args:
+        model: a `PeftModel`, or a transformers model that adapters were added to.
+
+    Raises:
+        NotSupportedError: adapters other than LoRA, merged ones, or a quantized base.
+    """
+
+    def __init__(self, model: Any) -> None:
+        active = model.active_adapters
+        active = list(active() if callable(active) else active)  # transformers has a method, peft a property
+        if len(active) != 1:
+            raise NotSupportedError(f"capture takes a model with one active adapter, and {len(active)} are active")
+        self.name = str(active[0])
+        self.config = model.peft_config[self.name]
+        kind = str(getattr(self.config.peft_type, "value", self.config.peft_type))
+        if kind != "LORA" or self.config.use_dora or self.config.bias != "none":
+            raise NotSupportedError(f"capture takes LoRA adapters, not {kind} with DoRA, biases or others of its kinds")
+        if any(getattr(part, "merged", False) for part in model.modules()):
+            raise NotSupportedError("the adapters are merged into the model: call unmerge_adapter() before capture")
+        self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not all(p.is_floating_point() for p in model.parameters()):
+            raise NotSupportedError("capture takes a base in floats: load it without quantization")
+
+    def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors by name as this package has them: the active adapter's, and the parameters in use."""
+        found = {}
+        mark = f".lora_A.{self.name}."
+        adapted = {_plain(n).partition(".lora_A.")[0] for n, _ in self.base.named_parameters() if mark in n}
+        for name, value in tensors.items():
+            kept = re.search(r"\.(?:lora_[AB]|modules_to_save)\.(\w+)\.", name)
+            if ".original_module." not in name and (kept is None or kept[1] == self.name):
+                plain = _plain(name)
+                stem, inside, rest = plain.partition(".base_layer.")
+                found[plain if not inside or stem in adapted else f"{stem}.{rest}"] = value
+        return found
+
+    def save(self, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+        """Write the adapter's weights into a folder, and return the base model's own.
+
+        Args:
+            weights: all by `plain` names.
+            folder: made when it is not there.
+        """
+        adapters = {name: value for name, value in weights.items() if ".lora_" in name}
+        stems = {name.partition(".lora_A.")[0] for name in adapters if ".lora_A." in name}
+        layers = dict(self.base.named_modules())
+        config = AdapterConfig(
+            r=self.config.r,
+            lora_alpha=self.config.lora_alpha,
+            lora_dropout=self.config.lora_dropout,
+            use_rslora=self.config.use_rslora,
+            fan_in_fan_out=self.config.fan_in_fan_out,
+            alpha_pattern={stem: float(layers[stem].lora_alpha[self.name]) for stem in sorted(stems)},
+        )
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / CONFIG).write_text(config.model_dump_json(indent=1), encoding="utf8")
+        stored = {_BEFORE + name.replace(".default.", "."): t.cpu().contiguous() for name, t in adapters.items()}
+        save_file(stored, folder / WEIGHTS)
+        rest = {name: value for name, value in weights.items() if name not in adapters}
+        return {name.replace(".base_layer.", "."): value for name, value in rest.items()}

@@ -81,15 +81,20 @@ class Lora:
         modules: "attention" (q, k, v, o of every block) or "all-linear" (and the feed-forward).
         warmup: steps of AdamW on rows that are in no audited batch, before the update. peft begins with B = 0, and
             then A has no gradient: a first update gives nothing away that later ones do not.
+        folder: of an adapter that was trained elsewhere, as peft saves it, at whose weights the update is made; it
+            says rank, alpha and modules itself.
     """
 
     rank: int = 8
     alpha: float | None = None
     modules: Literal["attention", "all-linear"] = "attention"
     warmup: int = 0
+    folder: str | None = None
 
     @property
     def title(self) -> str:
         """The name shown to people."""
+        if self.folder is not None:
+            return "LoRA as it was saved" + (f", after {self.warmup} steps" if self.warmup else "")
         after = f", after {self.warmup} steps" if self.warmup else ""
         return f"LoRA r = {self.rank} on {self.modules}{after}"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gradaudit.accounting.check import ClaimCheck
 from gradaudit.accounting.check import number as shortened
-from gradaudit.bundles.examine import Examination
+from gradaudit.bundles.examine import Examination, ShownWord
 from gradaudit.bundles.rounds import Rounds
 from gradaudit.errors import AuditError
 from gradaudit.progress import shown_by
@@ -206,11 +206,20 @@ def print_examination(found: Examination, bundle: Path, out: Console, err: Conso
     for number, text in enumerate(found.texts, 1):
         proof = found.certificates[number - 1] if found.certificates else ""
         out.print(f"{number:>3}  {escape(harmless(text))}  [dim]{proof}[/dim]")
+    if found.words is not None:
+        out.print(_words_shown(found.words))
     if found.images is not None and found.labels:
         out.print(f"labels: {', '.join(map(str, found.labels))}")
     for note in found.notes:
         out.print(f"[dim]{escape(note)}[/dim]")
     out.print(_UNSCORED)
+
+
+def _words_shown(words: Sequence[ShownWord]) -> str:
+    """Return the words that an attack names, and how many of them are certain."""
+    certain = sum(word.certain for word in words)
+    told = f", {certain} of them for certain" if certain else ""
+    return f"{len(words)} words{told}: " + escape(", ".join(harmless(word.text.strip()) for word in words))
 
 
 def _amount(found: Examination) -> str:

@@ -195,10 +195,10 @@ class _Pursuit:
             taken = [*used, *(word for word, _ in more)]
             left, own, chi2 = self._held(taken)
             self._believe(left @ self._with(taken))
-            used = [word for word, one in zip(taken, own.tolist(), strict=True) if one > _IDLE]
+            before, used = used, [word for word, one in zip(taken, own.tolist(), strict=True) if one > _IDLE]
             if len(used) < len(taken):
                 _, _, chi2 = self._held(used) if used else (left, own, math.inf)
-            if not more or len(taken) >= _MOST * self.free:
+            if len(used) <= len(before) or len(taken) >= _MOST * self.free:
                 break
         count = len(self.directions)
         exhausted = count < len(self.sent)

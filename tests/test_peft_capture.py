@@ -1,0 +1,190 @@
+"""A stock peft model: captured, attacked, and what of adapters is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+import gradaudit
+from gradaudit.bundles.bundle import load_bundle
+from gradaudit.bundles.examine import examine, usual
+from gradaudit.errors import AuditError, BadInputError, NotSupportedError
+from gradaudit.models.spec import Lora, ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.types import LocalTraining
+from tiny_models import sentences
+
+TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "bert": ["query", "value"]}
+CPU = torch.device("cpu")
+
+
+def peft_model(folder: Path, family: str, **how: Any) -> tuple[Any, Any]:
+    """A model as peft makes it, with B as after some steps, and its tokenizer; dropout off."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder, num_labels=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config.pad_token_id = tokenizer.pad_token_id
+    base = AutoModelForSequenceClassification.from_config(config)
+    told = {"task_type": "SEQ_CLS", "r": 3, "lora_alpha": 6, "target_modules": TARGETS[family]} | how
+    model = peft.get_peft_model(base, peft.LoraConfig(**told))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.copy_(0.1 * torch.randn(value.shape))
+    return model.eval(), tokenizer
+
+
+def step(model: Any, tokenizer: Any, texts: list[str], optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        labels=torch.arange(len(texts)) % 2,
+    ).loss.backward()
+    optimizer.step()
+
+
+def words_of(texts: list[str]) -> set[str]:
+    return {word for text in texts for word in text.split()}
+
+
+@pytest.mark.parametrize("what", ["gradient", "delta"])
+@pytest.mark.parametrize("integrated", [False, True])
+def test_a_stock_peft_model_is_captured_and_its_words_are_read(folders, tmp_path, what, integrated):
+    model, tokenizer = peft_model(folders["llama"], "llama")
+    if integrated:  # as transformers' own add_adapter leaves it
+        model = model.get_base_model()
+        model.peft_config = {"default": peft.LoraConfig(r=3, lora_alpha=6)}
+        model.active_adapters = lambda: ["default"]
+    texts = sentences([5, 4], 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    how = LocalTraining("sgd", 0.1) if what == "delta" else None
+    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer, what=what, training=how, sentences=2):
+        step(model, tokenizer, texts, optimizer)
+    assert not model.training or integrated
+    found = examine(tmp_path / "up", None, [], "all", None, 0, CPU)
+    assert found.attack == usual(tmp_path / "up") == "decode"
+    assert {word.text for word in found.words or ()} == words_of(texts)
+    assert found.as_json()["words"][0].keys() == {"text", "id", "steps", "certain"}
+    bundle = load_bundle(tmp_path / "up")
+    name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    theirs = next(value for key, value in before.items() if key.endswith(name))
+    assert torch.equal(bundle.model.parameters()[name].detach(), theirs)
+
+
+@pytest.mark.parametrize(("family", "how"), [("llama", {"use_rslora": True}), ("gpt2", {}), ("bert", {})])
+def test_the_model_in_the_bundle_computes_what_peft_s_does(folders, tmp_path, family, how):
+    """Oracle: peft's own forward pass, with ranks and scales that differ between matrices."""
+    uneven = {"rank_pattern": {"layers.1.self_attn.v_proj": 2}, "alpha_pattern": {"layers.0.self_attn.q_proj": 9}}
+    model, tokenizer = peft_model(folders[family], family, **how, **(uneven if family == "llama" else {}))
+    texts = sentences([4, 4], 2)
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        wanted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+        step(model, tokenizer, texts, torch.optim.SGD(model.parameters(), lr=0.1))
+    loaded = load_bundle(tmp_path / "up").model
+    with torch.no_grad():
+        got = loaded.logits(ids=batch["input_ids"], mask=batch["attention_mask"])
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_modes_are_left_as_they_were_and_the_wrapper_s_own_says_nothing_of_dropout(folders, tmp_path):
+    model, tokenizer = peft_model(folders["bert"], "bert")
+    model.training = True  # peft's wrapper says so whatever is in it
+    modes = [part.training for part in model.modules()]
+    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+        step(model, tokenizer, sentences([4], 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert [part.training for part in model.modules()] == modes
+    assert load_bundle(tmp_path / "up").manifest.knowledge["dropout"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [({"use_dora": True}, "LoRA adapters, not"), ({"bias": "lora_only"}, "LoRA adapters, not")]
+)
+def test_other_adapters_are_refused_before_training(folders, tmp_path, how, told):
+    model, tokenizer = peft_model(folders["llama"], "llama", **how)
+    with pytest.raises(NotSupportedError, match=told), gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+        raise AssertionError("training began")
+    assert not (tmp_path / "up").exists()
+
+
+def test_merged_adapters_are_refused_and_of_several_the_active_one_counts(folders, tmp_path):
+    model, tokenizer = peft_model(folders["llama"], "llama")
+    model.add_adapter("second", peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
+    model.set_adapter("second")
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B.second" in name:
+                value.copy_(0.1 * torch.randn(value.shape))
+    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+        step(model, tokenizer, sentences([2], 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    held = load_file(tmp_path / "up" / "update.safetensors")
+    assert {name for name in held if ".v_proj." in name} == set()
+    assert held["model.layers.0.self_attn.q_proj.lora_A.default.weight"].shape[0] == 2
+    model.merge_adapter()
+    with (
+        pytest.raises(NotSupportedError, match="unmerge_adapter"),
+        gradaudit.capture(model, tmp_path / "merged", tokenizer=tokenizer),
+    ):
+        pass
+
+
+def test_an_adapter_that_was_trained_elsewhere_is_the_state_of_an_audit(folders, tmp_path):
+    model, _ = peft_model(folders["llama"], "llama")
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = load_model(ModelSpec(f"random:{folders['llama']}", lora=Lora(folder=str(tmp_path / "adapter"))))
+    name = "layers.2.self_attn.v_proj.lora_B.default.weight"
+    theirs = next(value for key, value in model.state_dict().items() if key.endswith(name))
+    ours = next(value for key, value in loaded.parameters().items() if key.endswith(name))
+    assert torch.equal(ours.detach(), theirs)
+
+
+@pytest.mark.parametrize("fault", ["no config", "another base", "a shape", "dora", "an expression", "not json", "cut"])
+def test_a_damaged_or_foreign_adapter_ends_in_one_sentence(folders, tmp_path, fault):
+    model, _ = peft_model(folders["llama"], "llama")
+    folder = tmp_path / "adapter"
+    model.save_pretrained(folder)
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    told = json.loads(config.read_text())
+    if fault == "no config":
+        config.unlink()
+    elif fault == "another base":
+        save_file({k.replace("q_proj", "query"): v for k, v in load_file(weights).items()}, weights)
+    elif fault == "a shape":
+        save_file({k: v[:, :-1].clone() if "lora_A" in k else v for k, v in load_file(weights).items()}, weights)
+    elif fault == "dora":
+        config.write_text(json.dumps(told | {"use_dora": True}))
+    elif fault == "an expression":
+        config.write_text(json.dumps(told | {"alpha_pattern": {"(a+)+$": 3}}))
+    elif fault == "not json":
+        config.write_text("{")
+    else:
+        weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(AuditError) as error:
+        load_model(ModelSpec(f"random:{folders['llama']}", lora=Lora(folder=str(folder))))
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value, BadInputError | NotSupportedError)
+
+
+def test_a_bundle_whose_adapter_was_exchanged_is_not_attacked(folders, tmp_path):
+    model, tokenizer = peft_model(folders["llama"], "llama")
+    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+        step(model, tokenizer, sentences([3], 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    weights = tmp_path / "up" / "model" / "adapter" / "adapter_model.safetensors"
+    save_file({name: 2 * value for name, value in load_file(weights).items()}, weights)
+    with pytest.raises(BadInputError, match="names another model"):
+        load_bundle(tmp_path / "up")
+    shutil.rmtree(weights.parent)
+    with pytest.raises(AuditError):
+        load_bundle(tmp_path / "up")
