@@ -30,6 +30,8 @@ def score_words(model: TransformersModel, batch: Batch, words: Sequence[NamedWor
                 held[token].add(step)
     named = {word.token: word.steps for word in words if word.token in set(model.content([word.token]))}
     right = [token for token in held if token in named]
+    sure = {word.token for word in words if word.certain and word.token in named}
+    proven = len(sure & held.keys())
     sensitive = [set(model.content(model.encode(span)[0])) for text in batch.texts for span in spans(text)]
     # of one step there is nothing to tell
     told = order is not None and len(order) > 1 and any(steps is not None for steps in named.values())
@@ -47,6 +49,8 @@ def score_words(model: TransformersModel, batch: Batch, words: Sequence[NamedWor
         alone=placed(1),
         twice=placed(2),
         sensitive=_percent(sum(one <= named.keys() for one in sensitive), len(sensitive)) if sensitive else None,
+        certain=_percent(proven, len(held)) if sure else None,
+        certain_right=_percent(proven, len(sure)) if sure else None,
     )
 
 

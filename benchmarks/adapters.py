@@ -1,0 +1,90 @@
+"""What words the updates of LoRA adapters give away, far beyond their directions.
+
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders
+
+Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0.
+Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step of AdamW from a fresh state, as in a
+later round), encoders (MiniLM, dropout off). Draw 2026 was not used in development. Records hold no text. Failures
+count 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grid import Cell, Done, Program, main
+
+from gradaudit.metrics.summary import summarize
+
+DRAW = 2026
+
+
+def one(size: int, batches: int, rank: int = 8, model: str = "smollm2", **client: Any) -> Cell:
+    """Return a cell of CoLA."""
+    how = {"dropout": False} | client
+    told = f"{client.get('optimizer', 'gradient')} {client.get('learning_rate', '')}".strip()
+    return Cell(
+        "cola", size, batches, how, model, tensors="0:q,k,v", seed=DRAW, title=told,
+        name=f"adapters-{told}-{model}-r{rank}-b{size}", more={"lora": {"rank": rank, "warmup": 10}},
+        facts={"rank": rank},
+    )  # fmt: skip
+
+
+SIZES = ((1, 10), (4, 10), (8, 10), (16, 5), (32, 3), (64, 2))
+ADAMW = {"optimizer": "adamw", "weight_decay": 0.01}
+GROUPS = {
+    "gradients": lambda: [one(b, n) for b, n in SIZES],
+    "ranks": lambda: [one(b, n, r) for r in (2, 4, 16, 32) for b, n in ((8, 5), (32, 2))],
+    "changes": lambda: [one(b, n, learning_rate=rate, **ADAMW) for rate in (2e-4, 5e-5) for b, n in SIZES[:5]],
+    "encoders": lambda: [
+        one(b, n, model="minilm", **how)
+        for how in ({}, {"learning_rate": 2e-4, **ADAMW})
+        for b, n in ((1, 10), (4, 10), (8, 10), (16, 5))
+    ],
+}
+COLUMNS = (
+    "update", "model", "rank", "B", "batches", "tokens", "words named %", "of them right %", "blind named %",
+    "certain %", "of the certain right %", "exact sentences %", "median s", "slowest s",
+)  # fmt: skip
+
+
+def row(done: Done) -> list[str]:
+    """Return a cell's table row."""
+    cell, records = done.cell, done.records
+    summary = summarize(records)[0]
+    words, blind = summary.words or {}, summary.baseline_words or {}
+
+    def shown(name: str) -> str:
+        mean = words[name].mean if name in words else 0.0
+        return "-" if mean is None else f"{mean:.1f}"
+
+    tokens = [r.tokens for r in records if r.tokens is not None]
+    return [
+        cell.title, cell.model, str(cell.facts["rank"]), str(cell.size), str(len(records)),
+        f"{min(tokens, default=0)}-{max(tokens, default=0)}", shown("recall"), shown("precision"),
+        f"{(blind['recall'].mean or 0) if blind else 0:.1f}", shown("certain"), shown("certain_right"),
+        f"{summary.scores['exact'].mean or 0:.1f}", f"{summary.seconds:.1f}", f"{max(r.seconds for r in records):.0f}",
+    ]  # fmt: skip
+
+
+def table(done: Sequence[Done]) -> list[list[str]]:
+    """Return a group's rows."""
+    return [row(one) for one in done if one.records]
+
+
+PROGRAM = Program(
+    about=__doc__,
+    groups={group: lambda given, make=make: make() for group, make in GROUPS.items()},
+    columns=dict.fromkeys(GROUPS, COLUMNS),
+    table=table,
+    words=lambda group, given: (
+        f"CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; q, k, v of block 0 seen; draw {DRAW}."
+    ),
+    results=Path("benchmarks/results/adapters"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main(PROGRAM))
