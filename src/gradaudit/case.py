@@ -90,10 +90,14 @@ class LoraTable(_Table):
     alpha: float | None = Field(default=None, gt=0, description="scale; 2 r when not set")
     modules: Literal["attention", "all-linear"] = Field(default="attention", description="what has adapters")
     warmup: int = Field(default=0, ge=0, description="steps of AdamW on other rows before the update")
+    adapter: Later[str | None] = Field(
+        default=None, description="folder of a saved adapter to begin with; it says rank, alpha and modules"
+    )
 
     def given(self) -> Lora:
         """Return the table as the model takes it."""
-        return Lora(**self.model_dump())
+        told = self.model_dump()
+        return Lora(folder=told.pop("adapter"), **told)
 
 
 class KnowledgeTable(_Table):

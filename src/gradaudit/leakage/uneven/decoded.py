@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, find_rows, look_harder, whole_rows
+from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder, whole_rows
 from gradaudit.leakage.decoding.word_signals import WordSignals
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
@@ -28,10 +28,13 @@ _PER_SENTENCE = 5
 _NEAR = 5e-3
 """A row this near the span is looked at, whatever the fit's own error: rows held fixed have wrong bits of small
 coordinates, which put others off by up to 2e-3."""
-_OFF = (1.6, 3.0, 4.5)
-"""How far off a row may lie, in its expected distance, round by round. At first true ones lie at 0.8 to 1.4, wrong ones
-from 1.9 (MiniLM, 196 tokens, 215 directions of 384); beside rows that are held fixed the true ones that are missing
-come to lie at 2.5 to 3.5, nearest of all tokens, and a wrong one is dropped again."""
+_OFF = (EXPECTED_OFF, 3.0, 4.5)
+"""How far off a row may lie, in its expected distance, round by round: beside rows that are held fixed the true ones
+that are missing come to lie at 2.5 to 3.5, nearest of all tokens, and a wrong one is dropped again."""
+_CROWDED, _CROWDED_OFF = 0.5, 1.6
+"""Beyond this share of the width wrong rows come into reach, under masks that leave less than dropout can; and how far
+off a row may then lie at first: true ones lie at 0.8 to 1.4, wrong ones from 1.9 (MiniLM, 196 tokens, 215 directions of
+384). Below it, where entries are known badly, true rows lose bits by chance and lie further off."""
 _COARSE = FLOORS[-2:]
 """Floors at which rows are judged while some are missing."""
 _STRAY, _FEW = 16, 40
@@ -353,7 +356,9 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
             break
         fit = new
         span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost, fit.scale)
-        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, _OFF[min(turn, len(_OFF) - 1)], how.least)
+        crowded = fit.rank > _CROWDED * model.width
+        off = _CROWDED_OFF if crowded and turn == 0 else _OFF[min(turn, len(_OFF) - 1)]
+        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, off, how.least if crowded else Search.least)
         before = len(state.rows)
         state.look(inputs, fit, effort)
         stays, complete = len(state.rows) == before, state.complete()
