@@ -11,6 +11,8 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.rowspace.sparse_words import exact, sparse_words
+from gradaudit.leakage.uneven.entries import Entries
+from gradaudit.leakage.uneven.steps import PlainStep
 from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
@@ -122,3 +124,20 @@ def test_an_encoder_s_words_are_told_apart_from_its_positions_and_behind_adamw(t
     assert found.details["directions"] <= 12 < len(held(model, batch))
     assert {word.token for word in found.words or ()} == held(model, batch)
     assert all(word.certain for word in found.words or ())
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-2, 0.1, 0.3, 1.0])
+def test_under_noise_nothing_wrong_is_certain(llama, noise):
+    """Swap control: near the noise another word may explain as well, and then nothing is certain."""
+    rows = llama.first_inputs(0).double()
+    for seed in range(6):
+        rng = torch.Generator().manual_seed(seed)
+        right = (20 + torch.randperm(60, generator=rng)[:8]).tolist()
+        clean = torch.randn(6, 8, generator=rng, dtype=torch.double) @ rows[right]
+        sigma = noise * float(clean.square().mean().sqrt())
+        sent = clean + sigma * torch.randn(clean.shape, generator=rng, dtype=torch.double)
+        seen = Entries(sent, torch.full_like(sent, sigma), PlainStep(), {"q": 6})
+        found = sparse_words(llama, seen, 0.01)
+        assert {word.token for word in found.words if word.certain} <= set(right)
+        if noise < 1e-3:
+            assert {word.token for word in found.words if word.certain} == set(right)

@@ -166,7 +166,8 @@ class Decode(Attack):
         """Return the sentences where adapters have a direction for each token, else the words of their directions."""
         found = adapter_words(seen, self.false_discoveries)
         details: dict[str, Any] = {"directions": found.directions, "words": len(found.words)}
-        first = span(seen, 0) if seen.model.causal and found.explained and found.exhausted else None
+        whole = seen.model.causal and seen.kind == "gradient" and found.explained and found.exhausted
+        first = span(seen, 0) if whole else None
         grown = Reconstruction() if first is None else self._grown(seen, first)
         notes = (found.limit, *grown.notes)
         return replace(grown, notes=notes, details=details | dict(grown.details), words=found.words)

@@ -52,8 +52,10 @@ _FIRST, _MORE = 16, 3
 _IDLE = 25.0
 """A word whose coefficients each explain less than so many squared errors is none (measured, exact gradients: 1 of
 wrong words, 10^6 and more of right ones)."""
-_APART = 100.0
-"""Any other word in a word's place must cost this much of chi^2 for the word to be certain."""
+_SURE, _SPREAD = 36.0, 6.0
+"""For words to be certain, any other one in a word's place must cost more of chi^2, and no word left out may explain
+more of what is left, than chance does: one square a line, so many standard deviations of their sum, and for the best
+of 49,152 words 2 log V = 22 with some room."""
 _CHANCE = math.log(1e-6)
 """Sets of words expected to explain the directions by chance for a word to be certain, as a logarithm."""
 _PLACES = (24, 96)
@@ -209,8 +211,10 @@ class _Pursuit:
             first = [word for word, _ in order[: accepted([chance for _, chance in order], level)]]
             limit = f"adapters: no {len(taken)} words explain the {told}: there are more, or dropout changed their rows"
             return SparseWords(self._named(first, [False] * len(first)), False, count, exhausted, limit)
-        few = self._by_chance(len(used)) < _CHANCE
-        certain = [few and cost > _APART for cost in self._apart(used).tolist()]
+        lines = len(self.sent)
+        chance = lines + _SPREAD * math.sqrt(2 * lines) + _SURE
+        alone = self._by_chance(len(used)) < _CHANCE and self._loudest(used) < chance
+        certain = [alone and cost > chance for cost in self._apart(used).tolist()]
         limit = f"adapters: {len(used)} words explain the {told}, {sum(certain)} of them for certain"
         return SparseWords(self._named(used, certain), True, count, exhausted, limit)
 
@@ -270,6 +274,20 @@ class _Pursuit:
         off = weights * (fitting.target - left @ rows).square()
         free = int(fitting.there.sum()) - left.numel()
         return left, own, float(off.sum()) / max(free, 1)
+
+    def _loudest(self, words: Sequence[int]) -> float:
+        """Return the most of chi^2 that any word beside these explains of what they leave."""
+        rows = self._with(words)
+        left = self.fitting.signals(rows, 0.0)
+        weights = self.fitting.weights(left @ rows, 0.0)
+        rest = weights * (self.fitting.target - left @ rows)
+        q = torch.linalg.qr(self.rows[list(words)].T).Q
+        outside = (self.rows - (self.rows @ q) @ q.T).square().sum(1) / self.whole.square().sum(1).clamp_min(1e-300)
+        # the part of a word that those held do not have, as a share: the same in every line, but for their weights
+        size = (weights @ self.whole.square().T) * outside.clamp_min(_FLOOR)
+        gain = ((rest @ self.whole.T).square() / size.clamp_min(1e-300)).sum(0)
+        gain[[*words, *self.never]] = 0
+        return float(gain.max())
 
     def _apart(self, words: Sequence[int]) -> Tensor:
         """Return [n], by how much chi^2 grows at least with another word in each one's place."""
