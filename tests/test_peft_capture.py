@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gradaudit.models.zoo import load_model
 from gradaudit.types import LocalTraining
 from tiny_models import sentences
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "audit_my_lora.py"
 TARGETS = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "bert": ["query", "value"]}
 CPU = torch.device("cpu")
 
@@ -188,3 +190,13 @@ def test_a_bundle_whose_adapter_was_exchanged_is_not_attacked(folders, tmp_path)
     shutil.rmtree(weights.parent)
     with pytest.raises(AuditError):
         load_bundle(tmp_path / "up")
+
+
+def test_the_example_reads_every_word_of_its_messages_behind_an_adamw_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["audit_my_lora.py", "--out", str(tmp_path / "up")])
+    example = runpy.run_path(str(EXAMPLE))
+    found = example["main"]()
+    assert found.knowledge.training.optimizer == "adamw"
+    named = {word.text for word in found.words if word.certain}
+    asked = {word for text in example["MESSAGES"] for word in text.lower().replace(".", " .").split()}
+    assert named == asked
