@@ -1,11 +1,11 @@
 """What words the updates of LoRA adapters give away, far beyond their directions.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0.
 Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step of AdamW from a fresh state, as in a
-later round), encoders (MiniLM, dropout off). Draw 2026 was not used in development. Records hold no text. Failures
-count 0.
+later round), encoders (MiniLM, dropout off), dropout (the same, on). Draw 2026 was not used in development. Records
+hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ GROUPS = {
         for how in ({}, {"learning_rate": 2e-4, **ADAMW})
         for b, n in ((1, 10), (4, 10), (8, 10), (16, 5))
     ],
+    "dropout": lambda: [one(b, n, model="minilm", dropout=True) for b, n in ((1, 10), (4, 10), (8, 5))],
 }
 COLUMNS = (
     "update", "model", "rank", "B", "batches", "tokens", "words named %", "of them right %", "blind named %",

@@ -141,3 +141,14 @@ def test_under_noise_nothing_wrong_is_certain(llama, noise):
         assert {word.token for word in found.words if word.certain} <= set(right)
         if noise < 1e-3:
             assert {word.token for word in found.words if word.certain} == set(right)
+
+
+def test_with_dropout_on_an_encoder_s_words_stand_out_and_none_is_certain():
+    model = adapted("minilm", 8)
+    batch = batch_of(model, [" ".join(WORDS[at : at + 9]) for at in (20, 29)])
+    found = Decode()(seen_of(Client(model, dropout=True), batch), stream(0, "attack"))
+    named = {word.token for word in found.words or ()}
+    assert len(named & held(model, batch)) >= 0.9 * len(held(model, batch))
+    assert len(named - held(model, batch)) <= 1
+    assert not any(word.certain for word in found.words or ())
+    assert "dropout was on" in found.notes[0]

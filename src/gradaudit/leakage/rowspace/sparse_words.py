@@ -113,7 +113,7 @@ def adapter_words(seen: Observation, level: float) -> SparseWords:
     changes = entries(seen, 0)
     if changes is None and seen.kind == "delta":
         raise NotSupportedError(_SEVERAL)
-    return sparse_words(seen.model, changes or exact(sent), level)
+    return sparse_words(seen.model, changes or exact(sent), level, bool(seen.knowledge.dropout))
 
 
 def exact(gradients: Mapping[str, Tensor]) -> Entries:
@@ -125,17 +125,19 @@ def exact(gradients: Mapping[str, Tensor]) -> Entries:
 
 
 @torch.no_grad()
-def sparse_words(model: TextModel, sent: Entries, level: float) -> SparseWords:
+def sparse_words(model: TextModel, sent: Entries, level: float, masked: bool = False) -> SparseWords:
     """Return the words of block 0 that directions are made of.
 
     Args:
         model: the model.
         sent: gradients of matrices that read block 0's input.
         level: where not everything is explained, share of the words returned that may be wrong.
+        masked: dropout was on: no words explain everything, and those that stand out are all there is.
     """
     found: SparseWords | None = None
-    for places in _PLACES if model.absolute_positions else (0,):
-        found = _Pursuit(model, Weighted(sent), places).words(level)
+    every = _PLACES[:1] if masked else _PLACES
+    for places in every if model.absolute_positions else (0,):
+        found = _Pursuit(model, Weighted(sent), places, masked).words(level)
         if found.explained:
             break
     assert found is not None
@@ -149,9 +151,11 @@ class _Pursuit:
         model: the model.
         fitting: of the entries.
         places: positions taken out.
+        masked: dropout was on.
     """
 
-    def __init__(self, model: TextModel, fitting: Weighted, places: int) -> None:
+    def __init__(self, model: TextModel, fitting: Weighted, places: int, masked: bool = False) -> None:
+        self.masked = masked
         parts = model.first_input_parts()
         words, beside = parts.words.double(), parts.positions[:places].double()
         if parts.centered:
@@ -190,10 +194,13 @@ class _Pursuit:
         """Return the words that explain the directions; those that stand out where none do."""
         used: list[int] = []
         order: list[tuple[int, float]] = []
+        taken: list[int] = []
         chi2 = math.inf
         while chi2 > EXPLAINED and len(self.directions):
             more = self._more(used, max(_FIRST, len(used) // _MORE))
             order += [one for one in more if one[0] not in {word for word, _ in order}]
+            if self.masked and sum(chance for _, chance in order) > level * _MOST * self.free:
+                break  # no number of words behind these could make up for them
             taken = [*used, *(word for word, _ in more)]
             left, own, chi2 = self._held(taken)
             self._believe(left @ self._with(taken))
@@ -210,6 +217,8 @@ class _Pursuit:
         if chi2 > EXPLAINED:
             first = [word for word, _ in order[: accepted([chance for _, chance in order], level)]]
             limit = f"adapters: no {len(taken)} words explain the {told}: there are more, or dropout changed their rows"
+            if self.masked:
+                limit = f"adapters: {len(first)} words stand out of the {told}; dropout was on, so that none is certain"
             return SparseWords(self._named(first, [False] * len(first)), False, count, exhausted, limit)
         lines = len(self.sent)
         chance = lines + _SPREAD * math.sqrt(2 * lines) + _SURE
