@@ -64,6 +64,13 @@ def test_sentences_come_where_adapters_have_a_direction_for_each_token(folders):
     assert {word.token for word in found.words or ()} == held(model, batch)
 
 
+def test_block_0_alone_gives_the_words_of_a_few_tokens_too(llama):
+    batch = batch_of(llama, sentences([3], 1))
+    found = Decode()(seen_of(Client(llama), batch, "0:q,k,v"), stream(0, "attack"))
+    assert {word.token for word in found.words or ()} == held(llama, batch)
+    assert found.sequences == ()
+
+
 def test_as_many_words_as_the_width_are_not_told(llama):
     batch = batch_of(llama, sentences([12, 12, 12], 1))
     found = Decode()(seen_of(Client(llama), batch), stream(0, "attack"))

@@ -167,7 +167,8 @@ class Decode(Attack):
         found = adapter_words(seen, self.false_discoveries)
         details: dict[str, Any] = {"directions": found.directions, "words": len(found.words)}
         whole = seen.model.causal and seen.kind == "gradient" and found.explained and found.exhausted
-        first = span(seen, 0) if whole else None
+        deeper = whole and seen.model.depth > 1 and span(seen, 1) is not None
+        first = span(seen, 0) if deeper else None
         grown = Reconstruction() if first is None else self._grown(seen, first)
         notes = (found.limit, *grown.notes)
         return replace(grown, notes=notes, details=details | dict(grown.details), words=found.words)
