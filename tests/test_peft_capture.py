@@ -152,7 +152,9 @@ def test_an_adapter_that_was_trained_elsewhere_is_the_state_of_an_audit(folders,
     assert torch.equal(ours.detach(), theirs)
 
 
-@pytest.mark.parametrize("fault", ["no config", "another base", "a shape", "dora", "an expression", "not json", "cut"])
+@pytest.mark.parametrize(
+    "fault", ["no config", "another base", "a shape", "half", "dora", "an expression", "not json", "cut"]
+)
 def test_a_damaged_or_foreign_adapter_ends_in_one_sentence(folders, tmp_path, fault):
     model, _ = peft_model(folders["llama"], "llama")
     folder = tmp_path / "adapter"
@@ -165,6 +167,8 @@ def test_a_damaged_or_foreign_adapter_ends_in_one_sentence(folders, tmp_path, fa
         save_file({k.replace("q_proj", "query"): v for k, v in load_file(weights).items()}, weights)
     elif fault == "a shape":
         save_file({k: v[:, :-1].clone() if "lora_A" in k else v for k, v in load_file(weights).items()}, weights)
+    elif fault == "half":
+        save_file({k: v for k, v in load_file(weights).items() if "1.self_attn.q_proj.lora_B" not in k}, weights)
     elif fault == "dora":
         config.write_text(json.dumps(told | {"use_dora": True}))
     elif fault == "an expression":

@@ -88,6 +88,9 @@ def _add_saved(module: Any, folder: Path) -> None:
         names = {name: _plain(name) for name in file.shapes}
         stems = {p.partition(".lora_A.")[0]: file.shapes[n][0] for n, p in names.items() if ".lora_A." in p}
         matrices = {name.removesuffix(".weight") for name, p in module.named_parameters() if p.dim() == 2}
+        halves = {plain.partition(".lora_B.")[0] for plain in names.values() if ".lora_B." in plain}
+        if halves != stems.keys():
+            raise BadInputError(f"the adapter in {folder} is damaged: some matrices have only one of A and B")
         if not stems or not stems.keys() <= matrices:
             strange = next((stem for stem in stems if stem not in matrices), "no matrix at all")
             raise BadInputError(f"the adapter in {folder} is of another base model: it stands beside {strange}")
