@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-import gradaudit
 from gradaudit.bundles.bundle import load_bundle
+from gradaudit.bundles.capture import capture
 from gradaudit.bundles.examine import examine, usual
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
 from gradaudit.models.spec import Lora, ModelSpec
@@ -71,7 +71,7 @@ def test_a_stock_peft_model_is_captured_and_its_words_are_read(folders, tmp_path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     how = LocalTraining("sgd", 0.1) if what == "delta" else None
-    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer, what=what, training=how, sentences=2):
+    with capture(model, tmp_path / "up", tokenizer=tokenizer, what=what, training=how, sentences=2):
         step(model, tokenizer, texts, optimizer)
     assert not model.training or integrated
     found = examine(tmp_path / "up", None, [], "all", None, 0, CPU)
@@ -93,7 +93,7 @@ def test_the_model_in_the_bundle_computes_what_peft_s_does(folders, tmp_path, fa
     batch = tokenizer(texts, return_tensors="pt", padding=True)
     with torch.no_grad():
         wanted = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+    with capture(model, tmp_path / "up", tokenizer=tokenizer):
         step(model, tokenizer, texts, torch.optim.SGD(model.parameters(), lr=0.1))
     loaded = load_bundle(tmp_path / "up").model
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_modes_are_left_as_they_were_and_the_wrapper_s_own_says_nothing_of_dropo
     model, tokenizer = peft_model(folders["bert"], "bert")
     model.training = True  # peft's wrapper says so whatever is in it
     modes = [part.training for part in model.modules()]
-    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+    with capture(model, tmp_path / "up", tokenizer=tokenizer):
         step(model, tokenizer, sentences([4], 1), torch.optim.SGD(model.parameters(), lr=0.1))
     assert [part.training for part in model.modules()] == modes
     assert load_bundle(tmp_path / "up").manifest.knowledge["dropout"] == 0.0
@@ -116,7 +116,7 @@ def test_modes_are_left_as_they_were_and_the_wrapper_s_own_says_nothing_of_dropo
 )
 def test_other_adapters_are_refused_before_training(folders, tmp_path, how, told):
     model, tokenizer = peft_model(folders["llama"], "llama", **how)
-    with pytest.raises(NotSupportedError, match=told), gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+    with pytest.raises(NotSupportedError, match=told), capture(model, tmp_path / "up", tokenizer=tokenizer):
         raise AssertionError("training began")
     assert not (tmp_path / "up").exists()
 
@@ -129,7 +129,7 @@ def test_merged_adapters_are_refused_and_of_several_the_active_one_counts(folder
         for name, value in model.named_parameters():
             if "lora_B.second" in name:
                 value.copy_(0.1 * torch.randn(value.shape))
-    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+    with capture(model, tmp_path / "up", tokenizer=tokenizer):
         step(model, tokenizer, sentences([2], 1), torch.optim.SGD(model.parameters(), lr=0.1))
     held = load_file(tmp_path / "up" / "update.safetensors")
     assert {name for name in held if ".v_proj." in name} == set()
@@ -137,7 +137,7 @@ def test_merged_adapters_are_refused_and_of_several_the_active_one_counts(folder
     model.merge_adapter()
     with (
         pytest.raises(NotSupportedError, match="unmerge_adapter"),
-        gradaudit.capture(model, tmp_path / "merged", tokenizer=tokenizer),
+        capture(model, tmp_path / "merged", tokenizer=tokenizer),
     ):
         pass
 
@@ -185,7 +185,7 @@ def test_a_damaged_or_foreign_adapter_ends_in_one_sentence(folders, tmp_path, fa
 
 def test_a_bundle_whose_adapter_was_exchanged_is_not_attacked(folders, tmp_path):
     model, tokenizer = peft_model(folders["llama"], "llama")
-    with gradaudit.capture(model, tmp_path / "up", tokenizer=tokenizer):
+    with capture(model, tmp_path / "up", tokenizer=tokenizer):
         step(model, tokenizer, sentences([3], 1), torch.optim.SGD(model.parameters(), lr=0.1))
     weights = tmp_path / "up" / "model" / "adapter" / "adapter_model.safetensors"
     save_file({name: 2 * value for name, value in load_file(weights).items()}, weights)
@@ -204,3 +204,18 @@ def test_the_example_reads_every_word_of_its_messages_behind_an_adamw_step(tmp_p
     named = {word.text for word in found.words if word.certain}
     asked = {word for text in example["MESSAGES"] for word in text.lower().replace(".", " .").split()}
     assert named == asked
+
+
+def test_words_alone_are_an_answer_of_the_program_and_are_shown(folders, tmp_path, gradaudit):
+    model, tokenizer = peft_model(folders["llama"], "llama")
+    texts = sentences([5, 4], 1)
+    with capture(model, tmp_path / "up", tokenizer=tokenizer):
+        step(model, tokenizer, texts, torch.optim.SGD(model.parameters(), lr=0.1))
+    code, out, err = gradaudit("attack", tmp_path / "up")
+    assert code == 0, err
+    assert "0 sentences" in out
+    assert "9 words, 9 of them for certain" in out
+    assert all(word in out for word in words_of(texts))
+    code, out, _ = gradaudit("attack", tmp_path / "up", tmp_path / "up")
+    assert code == 0
+    assert out.count("9 words, 9 of them for certain") == 2

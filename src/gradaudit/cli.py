@@ -239,7 +239,7 @@ def attack(
         raise typer.Exit(ExitCode.INCONCLUSIVE)
     if not isinstance(found, Examination) and found.failed:
         raise typer.Exit(ExitCode.BAD_INPUT)
-    if not found.count:
+    if not found.count and not found.named:
         raise _inconclusive("nothing was recovered, which is no sign of safety; try another attack")
 
 

@@ -88,6 +88,11 @@ class Examination:
         """How many sentences or images were read."""
         return len(self.texts) if self.images is None else len(self.images)
 
+    @property
+    def named(self) -> int:
+        """How many words were named, beside sentences."""
+        return len(self.words or ())
+
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data; `scores` is null because there is no truth to score against."""
         return {

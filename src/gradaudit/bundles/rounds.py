@@ -50,6 +50,11 @@ class Rounds:
         return len(self.sentences) + sum(images)
 
     @property
+    def named(self) -> int:
+        """How many words were named, beside sentences, each update's counted."""
+        return sum(one.named for one in self.rounds if isinstance(one, Examination))
+
+    @property
     def failed(self) -> bool:
         """Whether an update could not be attacked."""
         return any(isinstance(one, AuditError) for one in self.rounds)

@@ -206,7 +206,7 @@ def print_examination(found: Examination, bundle: Path, out: Console, err: Conso
     for number, text in enumerate(found.texts, 1):
         proof = found.certificates[number - 1] if found.certificates else ""
         out.print(f"{number:>3}  {escape(harmless(text))}  [dim]{proof}[/dim]")
-    if found.words is not None:
+    if found.words:
         out.print(_words_shown(found.words))
     if found.images is not None and found.labels:
         out.print(f"labels: {', '.join(map(str, found.labels))}")
@@ -240,6 +240,8 @@ def print_rounds(found: Rounds, bundles: Sequence[Path], out: Console, err: Cons
         for warning in one.warnings:
             err.print(f"[yellow]note on {where}:[/yellow] {escape(warning)}")
         out.print(f"{where}: {_amount(one)} in {one.seconds:.1f} s")
+        if one.words:
+            out.print(f"  {_words_shown(one.words)}")
         for note in one.notes:
             out.print(f"  [dim]{escape(note)}[/dim]")
     if found.sentences or not images:
