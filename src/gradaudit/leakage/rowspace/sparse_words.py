@@ -49,6 +49,8 @@ _UNKNOWN, _BOUND = 0.3, 3.0
 explain them."""
 _FIRST, _MORE = 16, 3
 """Words taken before they are held against all entries: so many, and a third of those that are there."""
+_HEARD = 4
+"""Words more a round that explain most of what is left in the entries' own errors."""
 _IDLE = 25.0
 """A word whose coefficients each explain less than so many squared errors is none (measured, exact gradients: 1 of
 wrong words, 10^6 and more of right ones)."""
@@ -197,11 +199,13 @@ class _Pursuit:
         taken: list[int] = []
         chi2 = math.inf
         while chi2 > EXPLAINED and len(self.directions):
-            more = self._more(used, max(_FIRST, len(used) // _MORE))
+            # a weak word may show in the entries that are known best and in no others
+            heard = self._gains(used).topk(_HEARD).indices.tolist() if used else []
+            more = self._more([*used, *heard], max(_FIRST, len(used) // _MORE))
             order += [one for one in more if one[0] not in {word for word, _ in order}]
             if self.masked and sum(chance for _, chance in order) > level * _MOST * self.free:
                 break  # no number of words behind these could make up for them
-            taken = [*used, *(word for word, _ in more)]
+            taken = [*used, *heard, *(word for word, _ in more)]
             left, own, chi2 = self._held(taken)
             self._believe(left @ self._with(taken))
             before, used = used, [word for word, one in zip(taken, own.tolist(), strict=True) if one > _IDLE]
@@ -222,7 +226,7 @@ class _Pursuit:
             return SparseWords(self._named(first, [False] * len(first)), False, count, exhausted, limit)
         lines = len(self.sent)
         chance = lines + _SPREAD * math.sqrt(2 * lines) + _SURE
-        alone = self._by_chance(len(used)) < _CHANCE and self._loudest(used) < chance
+        alone = self._by_chance(len(used)) < _CHANCE and float(self._gains(used).max()) < chance
         certain = [alone and cost > chance for cost in self._apart(used).tolist()]
         limit = f"adapters: {len(used)} words explain the {told}, {sum(certain)} of them for certain"
         return SparseWords(self._named(used, certain), True, count, exhausted, limit)
@@ -284,8 +288,8 @@ class _Pursuit:
         free = int(fitting.there.sum()) - left.numel()
         return left, own, float(off.sum()) / max(free, 1)
 
-    def _loudest(self, words: Sequence[int]) -> float:
-        """Return the most of chi^2 that any word beside these explains of what they leave."""
+    def _gains(self, words: Sequence[int]) -> Tensor:
+        """Return [V] how much of chi^2 each word beside these explains of what they leave."""
         rows = self._with(words)
         left = self.fitting.signals(rows, 0.0)
         weights = self.fitting.weights(left @ rows, 0.0)
@@ -294,9 +298,9 @@ class _Pursuit:
         outside = (self.rows - (self.rows @ q) @ q.T).square().sum(1) / self.whole.square().sum(1).clamp_min(1e-300)
         # the part of a word that those held do not have, as a share: the same in every line, but for their weights
         size = (weights @ self.whole.square().T) * outside.clamp_min(_FLOOR)
-        gain = ((rest @ self.whole.T).square() / size.clamp_min(1e-300)).sum(0)
+        gain: Tensor = ((rest @ self.whole.T).square() / size.clamp_min(1e-300)).sum(0)
         gain[[*words, *self.never]] = 0
-        return float(gain.max())
+        return gain
 
     def _apart(self, words: Sequence[int]) -> Tensor:
         """Return [n], by how much chi^2 grows at least with another word in each one's place."""
