@@ -200,7 +200,7 @@ class _Pursuit:
         chi2 = math.inf
         while chi2 > EXPLAINED and len(self.directions):
             # a weak word may show in the entries that are known best and in no others
-            heard = self._gains(used).topk(_HEARD).indices.tolist() if used else []
+            heard = self._gains(used).topk(_HEARD).indices.tolist() if used and not self.masked else []
             more = self._more([*used, *heard], max(_FIRST, len(used) // _MORE))
             order += [one for one in more if one[0] not in {word for word, _ in order}]
             if self.masked and sum(chance for _, chance in order) > level * _MOST * self.free:
