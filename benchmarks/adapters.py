@@ -4,8 +4,9 @@
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0.
 Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step of AdamW from a fresh state, as in a
-later round), encoders (MiniLM, dropout off), dropout (the same, on). Draw 2026 was not used in development. Records
-hold no text. Failures count 0.
+later round), encoders (MiniLM, dropout off), dropout (the same, on). The attacker has the weights with the adapters as
+they are, the batch size, the dropout rate, and of a change how it was made; not labels or lengths. Draw 5051 was seen
+by nobody before the method stood. Records hold no text. Failures count 0; "certain" is over all batches.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grid import Cell, Done, Program, main
+from grid import Cell, Done, Program, main, mean_of
 
 from gradaudit.metrics.summary import summarize
 
-DRAW = 2026
+DRAW = 5051
 
 
 def one(size: int, batches: int, rank: int = 8, model: str = "smollm2", **client: Any) -> Cell:
@@ -56,17 +57,12 @@ def row(done: Done) -> list[str]:
     """Return a cell's table row."""
     cell, records = done.cell, done.records
     summary = summarize(records)[0]
-    words, blind = summary.words or {}, summary.baseline_words or {}
-
-    def shown(name: str) -> str:
-        mean = words[name].mean if name in words else 0.0
-        return "-" if mean is None else f"{mean:.1f}"
-
     tokens = [r.tokens for r in records if r.tokens is not None]
     return [
         cell.title, cell.model, str(cell.facts["rank"]), str(cell.size), str(len(records)),
-        f"{min(tokens, default=0)}-{max(tokens, default=0)}", shown("recall"), shown("precision"),
-        f"{(blind['recall'].mean or 0) if blind else 0:.1f}", shown("certain"), shown("certain_right"),
+        f"{min(tokens, default=0)}-{max(tokens, default=0)}", mean_of(summary.words, "recall"),
+        mean_of(summary.words, "precision"), mean_of(summary.baseline_words, "recall"),
+        mean_of(summary.words, "certain"), mean_of(summary.words, "certain_right"),
         f"{summary.scores['exact'].mean or 0:.1f}", f"{summary.seconds:.1f}", f"{max(r.seconds for r in records):.0f}",
     ]  # fmt: skip
 
@@ -82,7 +78,8 @@ PROGRAM = Program(
     columns=dict.fromkeys(GROUPS, COLUMNS),
     table=table,
     words=lambda group, given: (
-        f"CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; q, k, v of block 0 seen; draw {DRAW}."
+        "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; q, k, v of block 0 seen, batch size and "
+        f"training known, labels and lengths not; draw {DRAW}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )

@@ -32,7 +32,7 @@ from gradaudit.errors import AuditError
 from gradaudit.files import read_lines
 from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.machine import ready_process
-from gradaudit.record import Record
+from gradaudit.record import Interval, Record
 
 DATA = {"cola": {"source": "cola"}, "sst2": {"source": "sst2"}, "rt": {"source": "rotten-tomatoes"}}
 """[data] by its short name in a table."""
@@ -110,6 +110,12 @@ class Done:
     cell: Cell
     records: list[Record]
     learning: float | None = None
+
+
+def mean_of(scores: Mapping[str, Interval] | None, name: str) -> str:
+    """Return the mean of one of the scores of words for a table; "-" where no batch has it."""
+    mean = scores[name].mean if scores and name in scores else 0.0
+    return "-" if mean is None else f"{mean:.1f}"
 
 
 Options = argparse.Namespace

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grid import PRACTICAL, Cell, Done, Program, main
+from grid import PRACTICAL, Cell, Done, Program, main, mean_of
 
 from gradaudit.metrics.summary import summarize
 
@@ -158,16 +158,11 @@ def row(done: Done) -> list[str]:
 def row_of_words(done: Done) -> list[str]:
     """Return a row of words."""
     cell, summary = done.cell, summarize(done.records)[0]
-    named, blind = summary.words or {}, summary.baseline_words or {}
-
-    def shown(name: str) -> str:
-        mean = named[name].mean if name in named else 0.0
-        return "-" if mean is None else f"{mean:.1f}"
-
+    told = ("minibatch", "alone", "twice", "sensitive")
     return [
-        said(cell), str(cell.size // 8), str(len(done.records)), shown("recall"), shown("precision"),
-        f"{(blind['recall'].mean or 0) if blind else 0:.1f}", shown("minibatch"), shown("alone"), shown("twice"),
-        shown("sensitive"), f"{summary.seconds:.1f}",
+        said(cell), str(cell.size // 8), str(len(done.records)), mean_of(summary.words, "recall"),
+        mean_of(summary.words, "precision"), mean_of(summary.baseline_words, "recall"),
+        *(mean_of(summary.words, name) for name in told), f"{summary.seconds:.1f}",
     ]  # fmt: skip
 
 

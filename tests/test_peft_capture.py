@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from gradaudit.bundles.bundle import load_bundle
 from gradaudit.bundles.capture import capture
@@ -153,7 +153,18 @@ def test_an_adapter_that_was_trained_elsewhere_is_the_state_of_an_audit(folders,
 
 
 @pytest.mark.parametrize(
-    "fault", ["no config", "another base", "a shape", "half", "dora", "an expression", "not json", "cut"]
+    "fault",
+    [
+        "no config",
+        "another base",
+        "a rank without numbers",
+        "a shape",
+        "half",
+        "dora",
+        "an expression",
+        "not json",
+        "cut",
+    ],
 )
 def test_a_damaged_or_foreign_adapter_ends_in_one_sentence(folders, tmp_path, fault):
     model, _ = peft_model(folders["llama"], "llama")
@@ -167,6 +178,11 @@ def test_a_damaged_or_foreign_adapter_ends_in_one_sentence(folders, tmp_path, fa
         save_file({k.replace("q_proj", "query"): v for k, v in load_file(weights).items()}, weights)
     elif fault == "a shape":
         save_file({k: v[:, :-1].clone() if "lora_A" in k else v for k, v in load_file(weights).items()}, weights)
+    elif fault == "a rank without numbers":
+        # a header of a few bytes may ask for any rank, where the other side is empty
+        held = load_file(weights)
+        name = next(key for key in held if "q_proj.lora_A" in key)
+        save_file(held | {name: torch.zeros(2**40, 0), name.replace("_A", "_B"): torch.zeros(0, 2**40)}, weights)
     elif fault == "half":
         save_file({k: v for k, v in load_file(weights).items() if "1.self_attn.q_proj.lora_B" not in k}, weights)
     elif fault == "dora":
@@ -219,3 +235,33 @@ def test_words_alone_are_an_answer_of_the_program_and_are_shown(folders, tmp_pat
     code, out, _ = gradaudit("attack", tmp_path / "up", tmp_path / "up")
     assert code == 0
     assert out.count("9 words, 9 of them for certain") == 2
+
+
+def test_a_bundle_that_takes_another_s_place_has_none_of_its_adapters(folders, tmp_path):
+    model, tokenizer = peft_model(folders["llama"], "llama")
+    plain = AutoModelForSequenceClassification.from_config(model.get_base_model().config)
+    for one in (model, plain):
+        with capture(one, tmp_path / "up", tokenizer=tokenizer):
+            step(one, tokenizer, sentences([3], 1), torch.optim.SGD(one.parameters(), lr=0.1))
+    assert load_bundle(tmp_path / "up").model.spec.lora is None
+    assert usual(tmp_path / "up") == "dager"
+
+
+def test_a_decoder_of_next_words_with_tied_embeddings_is_captured_with_its_adapters(folders, tmp_path):
+    config = AutoConfig.from_pretrained(folders["llama"], tie_word_embeddings=True)
+    tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=TARGETS["llama"]))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.copy_(0.1 * torch.randn(value.shape))
+    texts = sentences([5, 4], 1)
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with capture(model.eval(), tmp_path / "up", tokenizer=tokenizer):
+        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    found = examine(tmp_path / "up", None, [], "all", None, 0, CPU)
+    last = {text.split()[-1] for text in texts}
+    assert words_of(texts) - last <= {word.text for word in found.words or ()} <= words_of(texts)

@@ -10,13 +10,14 @@ import torch
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
+from gradaudit.judge.words import score_words
 from gradaudit.leakage.rowspace.sparse_words import exact, sparse_words
-from gradaudit.leakage.uneven.entries import Entries
+from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.steps import PlainStep
 from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
-from gradaudit.types import LocalTraining
+from gradaudit.types import LocalTraining, NamedWord
 from tiny_models import WORDS, batch_of, seen_of, sentences
 
 
@@ -159,3 +160,23 @@ def test_with_dropout_on_an_encoder_s_words_stand_out_and_none_is_certain():
     assert len(named - held(model, batch)) <= 1
     assert not any(word.certain for word in found.words or ())
     assert "dropout was on" in found.notes[0]
+
+
+def test_one_adapter_beside_a_fused_matrix_counts_once(folders):
+    model = adapted(f"random:{folders['gpt2']}", 2)
+    batch = batch_of(model, sentences([3], 1))
+    seen = seen_of(Client(model, LocalTraining("sgd", 0.1)), batch)
+    changes = entries(seen, 0)
+    assert changes is not None
+    assert len(changes.sent) == sum(changes.groups.values()) == 2
+
+
+def test_a_batch_without_certain_words_counts_nothing_for_certain(llama):
+    batch = batch_of(llama, sentences([3], 1))
+    named = [NamedWord(token) for token in held(llama, batch)]
+    assert score_words(llama, batch, named, None).certain == 0.0
+    assert score_words(llama, batch, named, None).certain_right is None
+    sure = [replace(named[0], certain=True), NamedWord(90, certain=True)]
+    scored = score_words(llama, batch, sure, None)
+    assert scored.certain == pytest.approx(100 / 3)
+    assert scored.certain_right == 50.0

@@ -83,7 +83,7 @@ class WordScores(_Plain):
         minibatch: share of the batch's distinct words whose local steps were told exactly; None where nobody told any.
         alone, twice: the same among the words that one minibatch held, and two.
         sensitive: share of names and numbers all of whose words were named; None when the texts have none.
-        certain: share of the batch's distinct words that were named for certain; None where none was.
+        certain: share of the batch's distinct words that were named for certain.
         certain_right: share of the words named for certain that are in the batch; None where none was.
     """
 
@@ -93,7 +93,7 @@ class WordScores(_Plain):
     alone: float | None = None
     twice: float | None = None
     sensitive: float | None = None
-    certain: float | None = None
+    certain: float = 0.0
     certain_right: float | None = None
 
 

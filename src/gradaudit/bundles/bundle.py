@@ -129,6 +129,7 @@ def save_bundle(
                 layers=spec.layers,
                 image=spec.image,
                 inside=inside,
+                adapters=spec.lora is not None,
                 fingerprint=fingerprint or model.fingerprint(),
             ),
             kind=update.kind,
@@ -192,6 +193,8 @@ def read_manifest(folder: Path) -> BundleManifest:
     Raises:
         BadInputError: no such folder, no manifest, or one that cannot be read.
     """
+    if folder.is_file():
+        raise BadInputError(f"{folder} is a file; name the folder of a bundle (see gradaudit.capture)")
     if not folder.is_dir():
         raise BadInputError(f"no such bundle folder: {folder}")
     path = folder / MANIFEST

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gradaudit.audit.prepare import uncountered
 from gradaudit.bundles.bundle import load_bundle, read_manifest, told_defenses
-from gradaudit.bundles.model import ADAPTER, MODEL
 from gradaudit.case import parse_value
 from gradaudit.data.png import png
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -30,9 +29,10 @@ WITH_ADAPTERS = "decode"
 
 def usual(folder: Path) -> str:
     """Return the attack of a bundle where none is named: by what was trained, images, adapters, or a model of text."""
-    if read_manifest(folder).model.image is not None:
+    model = read_manifest(folder).model
+    if model.image is not None:
         return "ig"
-    return WITH_ADAPTERS if (folder / MODEL / ADAPTER).is_dir() else "dager"
+    return WITH_ADAPTERS if model.adapters else "dager"
 
 
 @dataclass(frozen=True)

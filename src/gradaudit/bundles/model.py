@@ -24,6 +24,7 @@ class ModelEntry(BaseModel):
     Args:
         name: embedded name, hub id, folder; for a captured model of text a title only, of images its architecture.
         inside: True when the weights lie in the bundle's own folder "model".
+        adapters: True when LoRA adapters lie beside the weights that are inside, in that folder's own "adapter".
         fingerprint: sha256 of all weights at which the update was made.
         image: channels, height and width of the images; None of text.
     """
@@ -37,6 +38,7 @@ class ModelEntry(BaseModel):
     layers: int | None = None
     image: tuple[int, int, int] | None = None
     inside: bool = False
+    adapters: bool = False
     fingerprint: str
 
 
@@ -85,8 +87,8 @@ def load_bundle_model(
         return load_image_model(spec, device)
     if inside:
         _check_size(own)
-        adapter = Lora(folder=str(own / ADAPTER)) if (own / ADAPTER).is_dir() else None
-        spec = replace(spec, name=str(own), lora=adapter)
+        lora = Lora(folder=str(own / ADAPTER)) if entry.adapters else None
+        spec = replace(spec, name=str(own), lora=lora)
     return load_model(spec, device)
 
 

@@ -49,7 +49,7 @@ def score_words(model: TransformersModel, batch: Batch, words: Sequence[NamedWor
         alone=placed(1),
         twice=placed(2),
         sensitive=_percent(sum(one <= named.keys() for one in sensitive), len(sensitive)) if sensitive else None,
-        certain=_percent(proven, len(held)) if sure else None,
+        certain=_percent(proven, len(held)),
         certain_right=_percent(proven, len(sure)) if sure else None,
     )
 

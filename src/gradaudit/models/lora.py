@@ -87,13 +87,16 @@ def _add_saved(module: Any, folder: Path) -> None:
     with files.stored_tensors(folder / WEIGHTS) as file:
         names = {name: _plain(name) for name in file.shapes}
         stems = {p.partition(".lora_A.")[0]: file.shapes[n][0] for n, p in names.items() if ".lora_A." in p}
-        matrices = {name.removesuffix(".weight") for name, p in module.named_parameters() if p.dim() == 2}
-        halves = {plain.partition(".lora_B.")[0] for plain in names.values() if ".lora_B." in plain}
-        if halves != stems.keys():
-            raise BadInputError(f"the adapter in {folder} is damaged: some matrices have only one of A and B")
-        if not stems or not stems.keys() <= matrices:
+        matrices = {name.removesuffix(".weight"): p for name, p in module.named_parameters() if p.dim() == 2}
+        if not stems or not stems.keys() <= matrices.keys():
             strange = next((stem for stem in stems if stem not in matrices), "no matrix at all")
             raise BadInputError(f"the adapter in {folder} is of another base model: it stands beside {strange}")
+        shapes = {plain: file.shapes[name] for name, plain in names.items()}
+        for stem, rank in stems.items():  # before anything is made of them: a rank takes memory
+            pair = (shapes.get(_half(stem, "A")), shapes.get(_half(stem, "B")))
+            sizes = tuple(matrices[stem].shape)
+            if not any(pair == ((rank, inner), (outer, rank)) for outer, inner in (sizes, sizes[::-1])):
+                raise BadInputError(f"the adapter in {folder} is of another base model: {stem} is {list(sizes)} here")
         _inject(
             module,
             {
@@ -114,6 +117,11 @@ def _add_saved(module: Any, folder: Path) -> None:
         with torch.no_grad():
             for name, value in file.read(file.shapes).items():
                 own[names[name]].copy_(value)
+
+
+def _half(stem: str, half: str) -> str:
+    """Return the name of A or B beside a matrix."""
+    return f"{stem}.lora_{half}.default.weight"
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:

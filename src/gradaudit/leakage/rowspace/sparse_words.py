@@ -120,9 +120,8 @@ def adapter_words(seen: Observation, level: float) -> SparseWords:
 
 def exact(gradients: Mapping[str, Tensor]) -> Entries:
     """Return gradients whose only errors are their own rounding, by name."""
-    stacked = torch.cat(
-        [g.detach().double() / g.detach().double().norm().clamp_min(1e-300) for g in gradients.values()]
-    )
+    doubles = [g.detach().double() for g in gradients.values()]
+    stacked = torch.cat([g / g.norm().clamp_min(1e-300) for g in doubles])
     return Entries(stacked, torch.zeros_like(stacked), PlainStep(), {name: len(g) for name, g in gradients.items()})
 
 
