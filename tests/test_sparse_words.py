@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,11 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge.words import score_words
-from gradaudit.leakage.rowspace.sparse_words import exact, sparse_words
+from gradaudit.leakage.rowspace.sparse_words import _Pursuit, exact, sparse_words
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.steps import PlainStep
+from gradaudit.leakage.uneven.weighted import Weighted
+from gradaudit.models.model import FirstInputs
 from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
@@ -180,3 +183,65 @@ def test_a_batch_without_certain_words_counts_nothing_for_certain(llama):
     scored = score_words(llama, batch, sure, None)
     assert scored.certain == pytest.approx(100 / 3)
     assert scored.certain_right == 50.0
+
+
+def wide(monkeypatch, model, words: int = 500, width: int = 600):
+    """The model with a random dictionary of a real model's width; its rows."""
+    rows = torch.randn(words, width, generator=torch.Generator().manual_seed(9))
+    zero = torch.zeros(1, width)
+    parts = FirstInputs(rows, zero, torch.ones(width), zero[0], 1e-6, False)
+    monkeypatch.setattr(model, "first_input_parts", lambda: parts)
+    return rows.double()
+
+
+@pytest.mark.parametrize(("square", "all_certain"), [(0.0, True), (400.0, False)])
+def test_a_word_left_out_that_explains_more_than_chance_makes_none_certain(llama, monkeypatch, square, all_certain):
+    """A weak word: too little for a word of its own, and chi^2 hides it among fourteen thousand entries."""
+    rows = wide(monkeypatch, llama)
+    rng = torch.Generator().manual_seed(3)
+    left = torch.randn(24, 9, generator=rng, dtype=torch.double)
+    left[:, 8] *= (square / (left[:, 8] @ left[:, 8] * (rows[28] @ rows[28]))) ** 0.5 * 1e-3
+    sent = left @ rows[20:29] + 1e-3 * torch.randn(24, rows.shape[1], generator=rng, dtype=torch.double)
+    found = sparse_words(llama, Entries(sent, torch.full_like(sent, 1e-3), PlainStep(), {"q": 24}), 0.01)
+    assert found.explained
+    assert {word.token for word in found.words} == set(range(20, 28))
+    assert {word.certain for word in found.words} == {all_certain}
+
+
+def test_a_weak_word_is_heard_in_the_entries_that_are_known_best(llama, monkeypatch):
+    """Nine entries in ten drown it, and the pursuit, which weighs all alike, cannot tell it from others."""
+    rows = wide(monkeypatch, llama)
+    rng = torch.Generator().manual_seed(4)
+    left = torch.randn(24, 9, generator=rng, dtype=torch.double)
+    left[:, 8] *= 3e-3
+    shape = (24, rows.shape[1])
+    spread = torch.where(torch.rand(shape, generator=rng) < 0.1, 1e-3, 0.2).double()
+    sent = left @ rows[20:29] + spread * torch.randn(shape, generator=rng, dtype=torch.double)
+    found = sparse_words(llama, Entries(sent, spread, PlainStep(), {"q": 24}), 0.01)
+    assert found.explained
+    assert {word.token for word in found.words} == set(range(20, 29))
+
+
+@pytest.mark.parametrize("seed", [0, 5, 10])
+def test_all_directions_count_alike_however_strong_a_word_is(llama, seed):
+    """Half the width of words: taken by strength instead, none of these three draws is explained."""
+    rng = torch.Generator().manual_seed(seed)
+    right = (20 + torch.randperm(70, generator=rng)[:18]).tolist()
+    directions = torch.randn(6, 18, generator=rng, dtype=torch.double) @ llama.first_inputs(0)[right].double()
+    assert {word.token for word in sparse_words(llama, exact({"q": directions}), 0.01).words} == set(right)
+
+
+def test_sets_by_chance_are_counted_and_where_there_may_be_one_no_word_is_certain(llama, monkeypatch):
+    """Closed form: C(V, n) sets, each of which explains m directions with (error / size)^(m (d - n))."""
+    rng = torch.Generator().manual_seed(0)
+    directions = torch.randn(6, 5, generator=rng, dtype=torch.double) @ llama.first_inputs(0)[20:25].double()
+    pursuit = _Pursuit(llama, Weighted(exact({"q": directions})), 0)
+    pursuit.size, pursuit.free = 3.0, 31
+    sets = math.log(math.comb(len(pursuit.rows), 5))
+    assert pursuit._by_chance(5) == pytest.approx(sets - 5 * 26 * math.log(3.0))
+    found = sparse_words(llama, exact({"q": directions}), 0.01)
+    assert all(word.certain for word in found.words)
+    monkeypatch.setattr(_Pursuit, "_by_chance", lambda self, words: 0.0)
+    found = sparse_words(llama, exact({"q": directions}), 0.01)
+    assert found.explained
+    assert not any(word.certain for word in found.words)
