@@ -61,7 +61,7 @@ def test_taking_a_sentence_off_leaves_what_the_other_sent(minilm):
     batch, seen = seen_of(minilm, "quantize", {"bits": 16})
     sent = matrices(seen, 3)
     first, second = (tuple(s) for s in batch.sequences())
-    left = take_off(minilm, judged(minilm, first[1:-1], 1, sent), sent)
+    left = take_off(minilm, judged(minilm, [first[1:-1]], 1, sent)[0], sent)
     other = sentence_gradient(minilm, second, 0, sent)
     cosine = torch.nn.functional.cosine_similarity
     for key, rest in left.items():

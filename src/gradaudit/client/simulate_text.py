@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.client.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.client.simulation import SIMULATIONS, ReplayedClient
 from gradaudit.defenses.base import BatchDefense, ExampleDefense, RoleDefense, UpdateDefense
 from gradaudit.learned.public import Part
+from gradaudit.models.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import draw_seed, stream
 from gradaudit.types import Batch

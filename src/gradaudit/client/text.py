@@ -6,8 +6,8 @@ from torch import Tensor
 
 from gradaudit.client.example_gradients import BYTES_AT_ONCE, ExampleGradients, Mode
 from gradaudit.client.examples import EXAMPLES, Apart, Examples, Side
-from gradaudit.client.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.errors import BadInputError
+from gradaudit.models.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.types import Batch
 

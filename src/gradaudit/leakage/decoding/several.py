@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.assembly import Placed, linked_by, propose
-from gradaudit.leakage.decoding.order import Ordered, classes_of, judged, mended
+from gradaudit.leakage.decoding.order import AT_ONCE, Ordered, classes_of, judged, mended
 from gradaudit.leakage.decoding.pairs import Pairs, placed_signals
 from gradaudit.leakage.rowspace.deflation import Matrices, sentence_gradient
 from gradaudit.models.base import TextModel
@@ -99,11 +99,13 @@ def unmix(
     while len(found) < size and proposals:
         step(f"decode: {len(found)} of {size} sentences", len(found), size)
         options = [p[ends[0] : len(p) - ends[1]] for p in proposals[:_JUDGED]]
-        starts = [judged(model, o, y, left) for o in options if o for y in classes_of(model)]
+        options = [option for option in options if option]
+        parts = [options[at : at + AT_ONCE] for at in range(0, len(options), AT_ONCE)]
+        starts = [one for part in parts for y in classes_of(model) for one in judged(model, part, y, left)]
         if not starts:
             break
         start = max(starts, key=lambda s: s.likeness)
-        best, _ = mended(model, start, words, left, evaluations // size, rng)
+        best = mended(model, start, words, left, evaluations // size, rng)
         found.append(best)
         left = take_off(model, best, left)
         # a word goes with its sentence, unless it stands in others too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradaudit.leakage.rowspace.subspace import Span, gap_rank
 from gradaudit.models.base import TextModel
+from gradaudit.models.many_gradients import gradients_of_batches
 from gradaudit.types import Observation
 
 Matrices = Mapping[tuple[int, str], Tensor]
@@ -32,24 +33,31 @@ def matrices_of(seen: Observation, keys: Iterable[tuple[int, str]]) -> dict[tupl
 
 
 def sentence_gradient(model: TextModel, sentence: tuple[int, ...], label: int | None, like: Matrices) -> Matrices:
-    """Return one sentence's own gradient (batch of one), for the same matrices.
+    """Return one sentence's own gradient (batch of one), for the same matrices; see `sentence_gradients`."""
+    found = sentence_gradients(model, [sentence], label, like)
+    return {key: gradient[0].double() for key, gradient in found.items()}
+
+
+def sentence_gradients(
+    model: TextModel, sentences: Sequence[Sequence[int]], label: int | None, like: Matrices
+) -> Matrices:
+    """Return each sentence's own gradient (batch of one), for the same matrices, each [n, out, d], from one pass.
 
     Args:
         model: the model, in evaluation mode.
-        sentence: token ids.
-        label: its class; None where next words are predicted.
+        sentences: token ids.
+        label: their class; None where next words are predicted.
         like: the matrices wanted.
     """
     device = next(iter(like.values())).device
-    ids = torch.tensor([sentence], device=device)
+    longest = max(map(len, sentences))
+    ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sentences], device=device)
+    mask = torch.arange(longest, device=device) < torch.tensor([[len(s)] for s in sentences], device=device)
+    labels = None if label is None else torch.full((len(ids), 1), label, device=device)
     views = {key: model.views(*key)[0] for key in like}
-    names = sorted({view.parameter for view in views.values()})
-    parameters = model.parameters()
-    with torch.enable_grad():
-        labels = ids if label is None else torch.tensor([label], device=device)
-        loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=labels)
-        grads = dict(zip(names, torch.autograd.grad(loss, [parameters[n] for n in names]), strict=True))
-    return {key: view(grads[view.parameter]).detach().double() for key, view in views.items()}
+    wanted = {view.parameter for view in views.values()}
+    found = dict(gradients_of_batches(model, ids[:, None], mask[:, None], labels, wanted))
+    return {key: torch.vmap(view)(found[view.parameter]) for key, view in views.items()}
 
 
 @dataclass(frozen=True)

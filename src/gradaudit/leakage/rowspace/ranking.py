@@ -106,12 +106,26 @@ def _pruned(stacked: Tensor) -> bool:
     return few and bool(there.min() < _ANY_SIZE * there.median())
 
 
+def leveled(stacked: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient in which lines and columns count alike where they must, and what its columns were scaled by.
+
+    Entries left out whatever their size are noise in proportion to what they were: lines and columns of outliers would
+    drown the others.
+
+    Args:
+        stacked: [out, d].
+    """
+    if not _pruned(stacked):
+        return stacked, torch.ones_like(stacked[0])
+    stacked, scale = balanced(stacked)
+    return stacked, scale / scale.median()
+
+
 @torch.no_grad()
 def rank_words(model: TextModel, stacked: Tensor, most: int, level: float) -> list[RankedWord]:
     """Return the words of a batch in the order of their evidence, until what is left looks like chance.
 
-    Special tokens, which every sentence has, are not looked for. Entries left out whatever their size are noise in
-    proportion to what they were: lines and columns of outliers drown the others unless all count alike.
+    Special tokens, which every sentence has, are not looked for.
 
     Args:
         model: the model.
@@ -119,10 +133,7 @@ def rank_words(model: TextModel, stacked: Tensor, most: int, level: float) -> li
         most: words taken at most.
         level: share of the words returned that may be wrong (false-discovery rate).
     """
-    scale = torch.ones_like(stacked[0])
-    if _pruned(stacked):
-        stacked, scale = balanced(stacked)
-        scale = scale / scale.median()
+    stacked, scale = leveled(stacked)
 
     def rows(position: int, ids: Tensor | None = None) -> Tensor:
         row = model.first_inputs(position, ids)

@@ -213,7 +213,7 @@ class _Decoding:
 
     def listen(self, inputs: MaskedInputs) -> None:
         """Add rows that must be there, or that what is left speaks for, as long as that makes fewer missing."""
-        while 0 < self.missing and (self.missing <= _STRAY or len(self.rows) < _FEW):
+        while self.missing > 0 and (self.missing <= _STRAY or len(self.rows) < _FEW):
             if not self.tried(inputs, self.owed()) and not self.tried(inputs, self.loud(inputs)):
                 return
 
