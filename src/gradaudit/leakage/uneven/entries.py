@@ -57,6 +57,12 @@ class Entries:
         """Return each matrix of a stack, by its view's name."""
         return dict(zip(self.groups, torch.split(stacked, list(self.groups.values())), strict=True))
 
+    def unsure(self) -> float:
+        """Return the error of an entry as a share of its size, in the middle of those that are there and not zero."""
+        there = (self.spread < self.sent.abs().max()) & (self.sent != 0)
+        share = (self.spread[there] / self.sent[there].abs()).flatten()
+        return float(share.median()) if len(share) else math.inf
+
     def own(self, gradient: Tensor) -> Tensor:
         """Return the standard deviation of the gradient's own rounding, [n, d]: it was summed over tokens in float32.
 
