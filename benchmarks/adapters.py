@@ -27,9 +27,10 @@ def one(size: int, batches: int, rank: int = 8, model: str = "smollm2", **client
     """Return a cell of CoLA."""
     how = {"dropout": False} | client
     told = f"{client.get('optimizer', 'gradient')} {client.get('learning_rate', '')}".strip()
+    told += ", dropout on" * how["dropout"]
     return Cell(
         "cola", size, batches, how, model, tensors="0:q,k,v", seed=DRAW, title=told,
-        name=f"adapters-{told}-{model}-r{rank}-b{size}", more={"lora": {"rank": rank, "warmup": 10}},
+        name=f"adapters-{told.replace(', ', '-')}-{model}-r{rank}-b{size}", more={"lora": {"rank": rank, "warmup": 10}},
         facts={"rank": rank},
     )  # fmt: skip
 
