@@ -87,7 +87,7 @@ class Decode(Attack):
         source="ours; benchmarks/word_evidence.py",
     )
     order_evaluations: int = hyper(
-        800, "noise and compression: gradients computed to put words in order", source="10 to 25 s, two cores"
+        1500, "noise and compression: gradients computed to put words in order", source="20 to 40 s, two cores"
     )
     max_length: int = hyper(512, "longest sentence looked for", unit="tokens")
 
