@@ -9,8 +9,9 @@ import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
-from gradaudit.leakage.decoding.order import arrange, likely_places, likenesses, order_words
-from gradaudit.leakage.rowspace.deflation import matrices
+from gradaudit.leakage.decoding import order
+from gradaudit.leakage.decoding.order import Places, arrange, likely_places, likenesses, order_words
+from gradaudit.leakage.rowspace.deflation import matrices, sentence_gradients
 from gradaudit.leakage.rowspace.subspace import stack
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -101,3 +102,49 @@ def test_a_length_that_was_given_is_kept(minilm, wrong):
     rng = torch.Generator().manual_seed(0)
     found = order_words(minilm, stacked, matrices(seen, 3), words, 40, rng, length)
     assert len(found.tokens) == length
+
+
+FAUCET = "That annoying faucet was dripping constantly for months."
+
+
+def test_with_dropout_on_the_places_of_words_outweigh_a_likelier_sentence(minilm, monkeypatch):
+    """Dropout makes longer sentences likelier than the right one; their words lie off their places."""
+    batch, seen = seen_of(minilm, FAUCET, "normalized-gaussian", {"sigma": 1e-3}, dropout=True)
+    right = tuple(batch.sequences()[0])
+    found = Decode(order_evaluations=64)(seen, stream(0, "attack"))
+    assert found.sequences == (right,)
+    assert found.certificates == ("guess",)
+    monkeypatch.setattr(order, "_PLACED", 0.0)
+    other = Decode(order_evaluations=64)(seen, stream(0, "attack"))
+    assert other.details["likeness"] > found.details["likeness"]
+    assert other.sequences != (right,)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_gradients_of_several_sentences_are_those_of_each_alone(folders, name):
+    """Oracle: a backward pass of one sentence, unpadded."""
+    model = load_model(ModelSpec(f"random:{folders[name]}"))
+    texts = [tuple(ids) for ids in tiny_models.batch_of(model, tiny_models.sentences([3, 6], 1)).sequences()]
+    like = {(layer, role): torch.zeros(1) for layer in (0, 1) for role in "qkv"}
+    found = sentence_gradients(model, texts, 1, like)
+    for at, text in enumerate(texts):
+        ids = torch.tensor([text])
+        loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=torch.tensor([1]))
+        views = {key: model.views(*key)[0] for key in like}
+        parameters = [model.parameters()[view.parameter] for view in views.values()]
+        for (key, view), grad in zip(views.items(), torch.autograd.grad(loss, parameters), strict=True):
+            assert torch.allclose(found[key][at], view(grad), atol=1e-6, rtol=1e-4)
+
+
+def test_a_word_of_the_vocabulary_is_tried_where_none_that_stands_out_has_its_place(minilm):
+    batch, seen = seen_of(minilm, KEY, "sign", {})
+    stacked, _ = stack(seen, 0)
+    assert stacked is not None
+    inner = list(batch.sequences()[0])[1:-1]
+    words = [*inner[:3], *inner[4:]]
+    places = Places(minilm, stacked, words, 12)
+    assert places.length() == len(inner)
+    assert inner in places.others([*inner[:3], inner[0], *inner[4:]])
+    assert not list(Places(minilm, stacked, inner, 12).others(inner))
+    assert places.fit(inner) == pytest.approx(0.0, abs=1e-4)
+    assert places.fit([inner[1], inner[0], *inner[2:]]) < -0.005

@@ -126,7 +126,7 @@ class Decode(Attack):
         found, first = self._changed(seen, rng), span(seen, 0)
         if found is not None:
             one = seen.knowledge.batch_size == 1 and self._orderable(seen)
-            doubted = one and "proven" not in (found.certificates or ())
+            doubted = one and _NOT_EXPLAINED in found.notes
             return self._ranked(seen, first, rng, found) if doubted and first else found
         if first is None:
             raise NotSupportedError(
