@@ -14,7 +14,7 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.judge.words import score_words
 from gradaudit.leakage.rowspace.sparse_words import _Pursuit, exact, sparse_words
 from gradaudit.leakage.uneven.entries import Entries, entries
-from gradaudit.leakage.uneven.steps import PlainStep
+from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
 from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.models.model import FirstInputs
 from gradaudit.models.spec import Lora, ModelSpec
@@ -245,3 +245,16 @@ def test_sets_by_chance_are_counted_and_where_there_may_be_one_no_word_is_certai
     found = sparse_words(llama, exact({"q": directions}), 0.01)
     assert found.explained
     assert not any(word.certain for word in found.words)
+
+
+def test_behind_adamw_entries_that_are_hardly_known_take_the_words_own_values(llama, monkeypatch):
+    """Words of very different strength: left at their bounds, those entries hide all but the strongest twelve."""
+    rows = wide(monkeypatch, llama, width=300)
+    rng = torch.Generator().manual_seed(1)
+    left = torch.randn(12, 20, generator=rng, dtype=torch.double)
+    gradient = left * torch.exp(1.5 * torch.randn(1, 20, generator=rng, dtype=torch.double)) @ rows[20:40]
+    step = AdamStep(float(gradient.abs().median()) / 10)
+    sent = step.sent(gradient) + 3e-3 * torch.randn(gradient.shape, generator=rng, dtype=torch.double)
+    found = sparse_words(llama, Entries(sent.clamp(-1, 1), torch.full_like(sent, 3e-3), step, {"q": 12}), 0.01)
+    assert found.explained
+    assert {word.token for word in found.words} == set(range(20, 40))
