@@ -38,6 +38,9 @@ def test_the_demo_shows_what_leaks(tmp_path: Path, monkeypatch):
     assert trainer.knowledge["training"]["optimizer"] == "adamw"
     assert trainer.words is not None
     assert (trainer.words.precision, trainer.words.recall) == (100.0, 100.0)
+    adapters = by[demo.ADAPTERS, "decode"].words
+    assert adapters is not None
+    assert (adapters.precision, adapters.recall, adapters.certain) == (100.0, 100.0, 100.0)
     assert all(r.batch_size == 4 for r in done)
     report = render(tmp_path, show_text=True).read_text()
     assert "insulin" in report
