@@ -73,13 +73,25 @@ def likely_places(model: TextModel, stacked: Tensor, words: Sequence[int] | None
         words: token ids; None for the whole vocabulary.
         positions: those looked at.
     """
+    return _shares(model, _above_noise(stacked), words, positions)
+
+
+def _above_noise(stacked: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient's directions [r, d], weighed by how far they stand above the noise, and its columns' scale."""
     stacked, scale = leveled(stacked)
     _, values, directions = torch.linalg.svd(stacked.double(), full_matrices=False)
     noise = values.median().square().clamp_min(1e-30 * values[0].square())
     weight = (values.square() - noise).clamp_min(0)
     weight = (weight / (weight + _FAINT * noise)).sqrt()
-    directions = (weight[:, None] * directions)[weight > 0]
-    ids = None if words is None else torch.tensor(list(words), device=stacked.device)
+    return (weight[:, None] * directions)[weight > 0], scale
+
+
+def _shares(
+    model: TextModel, above: tuple[Tensor, Tensor], words: Sequence[int] | None, positions: Sequence[int]
+) -> Tensor:
+    """Return what `likely_places` does, with the directions from `_above_noise`."""
+    directions, scale = above
+    ids = None if words is None else torch.tensor(list(words), device=directions.device)
     shares = []
     for at in positions:
         rows = model.first_inputs(at, ids)
@@ -98,35 +110,61 @@ class Places:
         longest: inner positions looked at.
     """
 
+    @torch.no_grad()
     def __init__(self, model: TextModel, stacked: Tensor, words: Sequence[int], longest: int) -> None:
-        before, special = len(model.special.prefix), model.special
-        like = likely_places(model, stacked, None, range(before, before + longest + 1))
-        self.of_words, self.longest = like[list(words), :longest], longest
-        self.ending = special.suffix[0] if special.suffix else None
-        self.fits: NDArray[np.float32] = (like - like.max(1, keepdim=True).values).cpu().numpy()
-        like[sorted(special.ids)] = -1
-        self.nearest = like.topk(_OTHERS, dim=0).indices.T.tolist()
-        self.named = set(words)
+        self._model, self._above = model, _above_noise(stacked)
+        self._before, self._never = len(model.special.prefix), sorted(model.special.ids)
+        self._fits: dict[int, NDArray[np.float32]] = {}
+        self._nearest: dict[int, list[int]] = {}
+        self.named, self.longest = set(words), longest
+        self.ending = model.special.suffix[0] if model.special.suffix else None
+        self.of_words = self._know(list(words))[:, :longest]
+        if self.ending is not None:
+            self._know([self.ending])
+
+    @torch.no_grad()
+    def _know(self, tokens: Sequence[int]) -> Tensor:
+        """Return [tokens, positions] of `likely_places`, and keep how far each lies below its best place."""
+        positions = range(self._before, self._before + self.longest + 1)
+        like = _shares(self._model, self._above, tokens, positions)
+        fits = (like - like.max(1, keepdim=True).values).cpu().numpy()
+        self._fits |= dict(zip(tokens, fits, strict=True))
+        return like
+
+    def fits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Return [tokens, positions], what share of its row a word loses at each position: 0 at its best, or below."""
+        if new := [token for token in dict.fromkeys(tokens) if token not in self._fits]:
+            self._know(new)
+        return np.stack([self._fits[token] for token in tokens])
+
+    @torch.no_grad()
+    def nearest(self, place: int) -> list[int]:
+        """Return the words of the vocabulary of which most lies above the noise at a place."""
+        if place not in self._nearest:
+            like = _shares(self._model, self._above, None, [self._before + place])[:, 0]
+            like[self._never] = -1
+            self._nearest[place] = like.topk(_OTHERS).indices.tolist()
+        return self._nearest[place]
 
     def length(self) -> int | None:
         """Return the inner position that the sentence's last token fits best; None without such a token."""
-        return None if self.ending is None else int(self.fits[self.ending].argmax())
+        return None if self.ending is None else int(self._fits[self.ending].argmax())
 
     def fit(self, inner: Sequence[int]) -> float:
         """Return what share of their rows words lose where they stand, on average: 0 for none, or below."""
         if len(inner) > self.longest:
             return -math.inf
-        total = float(self.fits[list(inner), range(len(inner))].sum())
+        total = float(self.fits(inner)[range(len(inner)), range(len(inner))].sum()) if inner else 0.0
         if self.ending is not None:
-            total += float(self.fits[self.ending, len(inner)])
+            total += float(self._fits[self.ending][len(inner)])
         return total / (len(inner) + 1)
 
     def others(self, inner: Sequence[int]) -> Iterator[list[int]]:
         """Yield the sentence with another word of the vocabulary where none that stands out is at its best place."""
-        for place, word in enumerate(inner):
-            if word in self.named and self.fits[word, place] == 0 and inner.count(word) == 1:
+        for place, word in enumerate(inner[: self.longest]):
+            if word in self.named and self._fits[word][place] == 0 and inner.count(word) == 1:
                 continue
-            yield from ([*inner[:place], other, *inner[place + 1 :]] for other in self.nearest[place] if other != word)
+            yield from ([*inner[:place], other, *inner[place + 1 :]] for other in self.nearest(place) if other != word)
 
 
 def arrange(like: Tensor, words: Sequence[int]) -> list[int]:

@@ -48,7 +48,7 @@ def place_words(
     places = Places(model, stacked, words, longest - before - 1)
     chosen = [(token, at) for at, token in enumerate(special.prefix)]
     for tokens, most in ((list(words), int(_SPARE * len(words))), (list(special.suffix[-1:]), int(_SPARE * size))):
-        fits = places.fits[tokens]
+        fits = places.fits(tokens)
         best = (-fits).argsort(axis=None, kind="stable")[:most].tolist()
         chosen += [(tokens[at // fits.shape[1]], before + at % fits.shape[1]) for at in best]
     ids, positions = (torch.tensor(one, device=stacked.device) for one in zip(*chosen, strict=True))
