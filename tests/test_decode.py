@@ -153,6 +153,19 @@ def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):
     assert found.certificates == ("proven",) * 3
 
 
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("weights", [(1024.0, 1024.0), (1.0, 1.0), (1e-6, 1e-6), (0.5, 1.5)])
+def test_a_scaled_or_weighted_loss_makes_no_copies(minilm, weights, told: bool):
+    """Gradients that were added up instead of averaged, loss scaling, sentences that count differently."""
+    batch = batch_of(minilm, 20, 2)
+    parts = [seen_of(minilm, batch_of(minilm, at, 1), None, "0-2:q,k,v", dropout=False, freeze=()) for at in (20, 21)]
+    summed = {n: sum(w * p.tensors[n] for w, p in zip(weights, parts, strict=True)) for n in parts[0].tensors}
+    whole = seen_of(minilm, batch, Given(batch_size=told), "0-2:q,k,v", dropout=False, freeze=())
+    found = Decode()(dataclasses.replace(whole, tensors=summed), stream(0, "attack"))
+    assert sorted(found.sequences) == sorted(truth(batch))
+    assert found.certificates == ("proven",) * 2
+
+
 def test_next_words_with_dropout_are_never_proven(load):
     model = load("gpt2", "causal-lm")
     batch = tiny_models.batch_of(model, tiny_models.sentences((5,), 1))

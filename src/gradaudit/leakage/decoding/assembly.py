@@ -36,6 +36,10 @@ _ROWS = 8192
 """Token rows of candidate sentences evaluated together: bounds memory."""
 
 
+_GROWN = 10.0
+"""A sentence that was in a gradient leaves no more than so many times its size, however others cancel it."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """Candidate pairs with what the gradient says of them.
@@ -281,6 +285,8 @@ def take_out(
             if found is None:
                 continue
             after = rest.without(own[label], found)
+            if any(after.stacked(layer).norm() > _GROWN * rest.stacked(layer).norm() for layer in layers):
+                continue  # so large a share was not in it: what is left is the sentence itself
             ranks = [after.span(layer).rank for layer in layers]
             if best is None or sum(ranks) < best[0]:
                 proven = all(b - a == len(sentence) for b, a in zip(before, ranks, strict=True))
@@ -333,11 +339,13 @@ def solve(
     rest = remainder(left, eps)
     deeper = sorted({layer for layer, _ in left if layer > 0})
     solved: list[Solved] = []
+    taken_shares: list[float] = []
+    told = size  # a scaled loss makes shares look like those of another number of sentences
     pairs = candidate_pairs(model, rest.span(0), longest)
     shares = [1 / n for n in ([size] if size is not None else range(1, _MOST_SENTENCES + 1))]
     ranked: list[tuple[float, tuple[int, ...]]] = []
     placed: Placed | None = None
-    while size is None or len(solved) < size:
+    while told is None or len(solved) < told:
         step(f"decode: {len(solved)} of {size or '?'} sentences", len(solved), size)
         first = rest.span(0)
         if not 0 < first.rank < model.width:
@@ -369,14 +377,16 @@ def solve(
                 size = round(1 / taken.share)
             # a scaled gradient holds all of them with the same share; of one that was there twice the others have half
             shares = [taken.share] if size is None else list(dict.fromkeys([taken.share, 1 / size]))
-            times = round(taken.share * size) if size is not None and _whole(taken.share * size) else 1
-            solved += [Solved(sentence, taken.label, taken.proven)] * times
+            solved.append(Solved(sentence, taken.label, taken.proven))
+            taken_shares.append(taken.share)
             step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
             second = rest.span(deeper[0])
-            if (size is not None and len(solved) >= size) or second.rank == 0:
+            if (told is not None and len(solved) >= told) or second.rank == 0:
                 break
         if len(solved) == before:
             break
+    if size is not None and rest.span(0).rank == 0:
+        solved = _copied(solved, taken_shares, size)
     expected = size or 0
     if size is None and placed is not None and ranked:  # at least as many as pairs with signal at one position
         expected = int(placed.pairs.positions.bincount().max())
@@ -385,6 +395,17 @@ def solve(
     if deeper and placed is not None and len(placed.pairs) and len(guesses) < missing:
         guesses += _grouped(model, placed, missing - len(guesses), guesses)
     return solved, guesses, rest
+
+
+def _copied(solved: list[Solved], shares: Sequence[float], size: int) -> list[Solved]:
+    """Return the sentences that make up a whole gradient, each as often as it was in the batch.
+
+    A loss may be scaled, and all shares with it: a share tells copies only where all are whole parts of a batch's sum.
+    """
+    times = [share * size / sum(shares) for share in shares]
+    if len(solved) >= size or not all(map(_whole, times)):
+        return solved
+    return [one for one, many in zip(solved, times, strict=True) for _ in range(round(many))]
 
 
 def _whole(number: float) -> bool:
