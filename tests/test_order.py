@@ -148,3 +148,25 @@ def test_a_word_of_the_vocabulary_is_tried_where_none_that_stands_out_has_its_pl
     assert not list(Places(minilm, stacked, inner, 12).others(inner))
     assert places.fit(inner) == pytest.approx(0.0, abs=1e-4)
     assert places.fit([inner[1], inner[0], *inner[2:]]) < -0.005
+
+
+def test_a_sentence_that_rows_made_is_started_from(minilm):
+    batch, seen = seen_of(minilm, KEY, "sign", {})
+    stacked, _ = stack(seen, 0)
+    assert stacked is not None
+    sent, right = matrices(seen, 3), tuple(batch.sequences()[0])
+    rng = torch.Generator().manual_seed(0)
+    words = list(right[1:5])
+    assert order_words(minilm, stacked, sent, words, 0, rng).tokens != right
+    assert order_words(minilm, stacked, sent, words, 0, rng, beside=[right]).tokens == right
+
+
+def test_more_words_than_a_decoder_has_positions_are_cut(folders):
+    model = load_model(ModelSpec(f"random:{folders['gpt2']}"))
+    batch = tiny_models.batch_of(model, tiny_models.sentences([4], 1))
+    seen = tiny_models.seen_of(Client(model), batch)
+    stacked, _ = stack(seen, 0)
+    assert stacked is not None
+    words = [20 + at % 40 for at in range(model.max_length + 4)]
+    found = order_words(model, stacked, matrices(seen, 2), words, 0, torch.Generator().manual_seed(0))
+    assert len(found.tokens) <= model.max_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -432,3 +433,21 @@ def test_a_change_of_another_optimizer_than_told_proves_nothing(minilm):
     wrong = replace(seen, knowledge=replace(seen.knowledge, training=replace(ADAMW, learning_rate=6e-5)))
     found = Decode()(wrong, stream(0, "attack"))
     assert "proven" not in (found.certificates or ())
+
+
+@pytest.mark.parametrize(("rows", "heard"), [(23, True), (60, False)])
+def test_few_rows_are_listened_for_whatever_stands_out_of_them(rows: int, heard: bool):
+    """Without its loudest row a batch of 24 leaves 55 directions: wrong bits of the others."""
+    state = _Decoding.__new__(_Decoding)
+    state.rows, state.missing = [object()] * rows, 55
+    state.owed = lambda: ["the first token"]
+    state.tried = lambda inputs, more: bool(setattr(state, "missing", 0)) or True
+    state.listen(None)
+    assert (state.missing == 0) == heard
+
+
+def test_entries_tell_how_unsure_they_are_without_those_that_were_left_out():
+    sent = torch.tensor([[2.0, -4.0, 0.0, 1.0]], dtype=torch.double)
+    spread = torch.tensor([[1.0, 1.0, 1.0, 100.0]], dtype=torch.double)
+    assert Entries(sent, spread, PlainStep(), {"q": 1}).unsure() == 0.25
+    assert Entries(torch.zeros_like(sent), spread, PlainStep(), {"q": 1}).unsure() == math.inf

@@ -29,7 +29,7 @@ _ROOM = 24
 """Positions looked at beside one a word."""
 _FAINT = 0.1
 """A direction counts by half where it stands this share of the noise's square above it (MiniLM, dropout on, words at
-their own place: 99% at noise of .001, 86% at .01; by what each word brought and each position received, 49 and 32%)."""
+their own place: 99% at noise of .001, 70% at .01; benchmarks/noisy_places.py)."""
 _PLACED = 40.0
 """What the mean share of a row that a place costs counts against the logarithm of the likeness. Dropout makes a longer
 sentence likelier than the right one (.46 for .36, noise of .001), whose words all lie at their best places."""
@@ -64,13 +64,13 @@ def classes_of(model: TextModel) -> Sequence[int | None]:
 
 
 @torch.no_grad()
-def likely_places(model: TextModel, stacked: Tensor, words: Sequence[int] | None, positions: Sequence[int]) -> Tensor:
+def likely_places(model: TextModel, stacked: Tensor, words: Sequence[int], positions: Sequence[int]) -> Tensor:
     """Return [words, positions], how much of each word's input at each position lies in what stands above the noise.
 
     Args:
         model: a model with absolute positions.
         stacked: [out, d] block 0's gradients that share an input.
-        words: token ids; None for the whole vocabulary.
+        words: token ids.
         positions: those looked at.
     """
     return _shares(model, _above_noise(stacked), words, positions)
@@ -89,7 +89,7 @@ def _above_noise(stacked: Tensor) -> tuple[Tensor, Tensor]:
 def _shares(
     model: TextModel, above: tuple[Tensor, Tensor], words: Sequence[int] | None, positions: Sequence[int]
 ) -> Tensor:
-    """Return what `likely_places` does, with the directions from `_above_noise`."""
+    """Return what `likely_places` does, with what `_above_noise` returns; without words of the whole vocabulary."""
     directions, scale = above
     ids = None if words is None else torch.tensor(list(words), device=directions.device)
     shares = []
@@ -125,7 +125,8 @@ class Places:
     @torch.no_grad()
     def _know(self, tokens: Sequence[int]) -> Tensor:
         """Return [tokens, positions] of `likely_places`, and keep how far each lies below its best place."""
-        positions = range(self._before, self._before + self.longest + 1)
+        # one more where the last token may stand
+        positions = range(self._before, self._before + self.longest + (self.ending is not None))
         like = _shares(self._model, self._above, tokens, positions)
         fits = (like - like.max(1, keepdim=True).values).cpu().numpy()
         self._fits |= dict(zip(tokens, fits, strict=True))
@@ -235,7 +236,9 @@ def order_words(
         room = min(max(1, length - ends), room)
     longest = min(len(words) + _ROOM, room) if length is None else room
     places = Places(model, stacked, words, longest)
-    lengths = {room} if length is not None else set(range(len(words) - _SHORTER, len(words) + _LONGER + 1))
+    lengths = {room} if length is not None else {min(len(words), longest)}
+    if length is None:
+        lengths |= set(range(len(words) - _SHORTER, len(words) + _LONGER + 1))
     if length is None and (told := places.length()) is not None:
         lengths |= {told - 1, told, told + 1}
     starts = [

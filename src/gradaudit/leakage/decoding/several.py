@@ -23,7 +23,7 @@ _SPARE = 1.25
 _BEYOND = 4
 """Positions looked at beyond those that as long sentences as the words allow would fill."""
 _RIDGE = 1e-2
-"""Of linking: a hundred times that on clean signals."""
+"""Of linking, a hundred times that on clean signals, and of the signals: singular values below this share are noise."""
 _JUDGED = 96
 """Proposals whose gradients are computed, those of the strongest pairs first."""
 
