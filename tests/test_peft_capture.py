@@ -63,10 +63,14 @@ def words_of(texts: list[str]) -> set[str]:
 @pytest.mark.parametrize("integrated", [False, True])
 def test_a_stock_peft_model_is_captured_and_its_words_are_read(folders, tmp_path, what, integrated):
     model, tokenizer = peft_model(folders["llama"], "llama")
-    if integrated:  # as transformers' own add_adapter leaves it
-        model = model.get_base_model()
-        model.peft_config = {"default": peft.LoraConfig(r=3, lora_alpha=6)}
-        model.active_adapters = lambda: ["default"]
+    if integrated:  # transformers' own
+        model = AutoModelForSequenceClassification.from_config(model.get_base_model().config)
+        model.add_adapter(peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS["llama"]))
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "lora_B" in name:
+                    value.copy_(0.1 * torch.randn(value.shape))
+        model.eval()
     texts = sentences([5, 4], 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -26,7 +26,10 @@ from gradaudit.audit.fitting import fit_case
 from gradaudit.audit.info import RECORDS, TEXTS
 from gradaudit.audit.prepare import pick_device, prepare
 from gradaudit.audit.thresholds import check_scores, parse
+from gradaudit.bundles.between import bundle as bundle_between
+from gradaudit.bundles.checkpoints import refuse_checkpoints
 from gradaudit.bundles.examine import Examination, examine
+from gradaudit.bundles.facts import facts, remarks
 from gradaudit.bundles.rounds import examine_rounds, save_rounds
 from gradaudit.case import load_case
 from gradaudit.catalog import EXAMPLE, details, listing
@@ -199,7 +202,7 @@ def attack(
         list[Path], typer.Argument(metavar="BUNDLE...", help="Folders made by gradaudit.capture, of one client.")
     ],
     name: Annotated[
-        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="dager; of images ig")
+        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="by what was sent")
     ] = None,
     set_: Annotated[list[str], _set("Attack field, e.g. steps=100.")] = [],  # noqa: B006
     selection: Annotated[str, typer.Option(help="Which gradients the attacker sees.")] = "all",
@@ -215,6 +218,7 @@ def attack(
 ) -> None:
     """Attack update bundles that you are entitled to examine; no truth is needed."""
     place = _ready(device)
+    refuse_checkpoints(bundles)
     if save is not None:
         room_for_pictures(save)  # before the attack, which may take hours
 
@@ -241,6 +245,39 @@ def attack(
         raise typer.Exit(ExitCode.BAD_INPUT)
     if not found.count and not found.named:
         raise _inconclusive("nothing was recovered, which is no sign of safety; try another attack")
+
+
+@app.command()
+def bundle(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the bundle that is written.")],
+    before: Annotated[
+        Path, typer.Option(help="Checkpoint that the client started from: a folder, .safetensors, .pt or .npz.")
+    ],
+    after: Annotated[Path, typer.Option(help="Checkpoint that it sent.")],
+    base: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Model under adapters, or of weights without a configuration.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id.", show_default="the checkpoints'")] = None,
+    dropout: Annotated[
+        str | None, typer.Option(metavar="on|off|RATE", help="Whether dropout acted.", show_default="unknown")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.", show_default="unknown")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="The optimizer's.", show_default="unknown")] = None,
+    set_: Annotated[list[str], _set("More of the training, e.g. weight_decay=0.01.")] = [],  # noqa: B006
+    sentences: Annotated[
+        int | None, typer.Option(min=1, help="How many it trained on.", show_default="unknown")
+    ] = None,
+    defense: Annotated[
+        list[str], typer.Option(metavar="NAME|none|TABLE", help="What acted on the update.", show_default="unknown")
+    ] = [],  # noqa: B006
+) -> None:
+    """Make a bundle of two checkpoints, what one client started from and what it sent."""
+    ready_process()
+    told = facts(dropout, optimizer, learning_rate, set_, defense)
+    place = bundle_between(before, after, out=folder, base=base, tokenizer=tokenizer, sentences=sentences, **told)
+    for line in remarks(place):
+        err.print(plain(line))
+    out.print(f"gradaudit attack {escape(str(place))}", soft_wrap=True)
 
 
 @app.command()

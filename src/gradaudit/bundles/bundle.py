@@ -6,7 +6,7 @@ its own folder are read, and no more memory is taken than its model has paramete
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 
 import gradaudit
 from gradaudit import files
+from gradaudit.bundles.checkpoints import refuse_checkpoints
 from gradaudit.bundles.model import ModelEntry, load_bundle_model
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
 from gradaudit.models.base import Model
@@ -193,6 +194,7 @@ def read_manifest(folder: Path) -> BundleManifest:
     Raises:
         BadInputError: no such folder, no manifest, or one that cannot be read.
     """
+    refuse_checkpoints([folder])
     if folder.is_file():
         raise BadInputError(f"{folder} is a file; name the folder of a bundle (see gradaudit.capture)")
     if not folder.is_dir():
@@ -281,7 +283,7 @@ def read_knowledge(data: Mapping[str, Any]) -> Knowledge:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise BadInputError(f"the manifest's knowledge is not understood ({where}: {first['msg']})") from None
-    problem = _problem(known)
+    problem = knowledge_problem(known)
     if problem:
         raise BadInputError(f"the manifest's knowledge is not understood ({problem})")
     told_defenses(known)
@@ -295,15 +297,21 @@ def told_defenses(known: Knowledge) -> list[Any]:
         BadInputError: a name or a field that there is not.
     """
     try:
-        return [
-            build("defense", str(told.get("name", "")), {k: v for k, v in told.items() if k != "name"})
-            for told in known.defenses or ()
-        ]
+        return built_defenses(known.defenses or ())
     except AuditError as error:
         raise BadInputError(f"the manifest's knowledge is not understood (defenses: {error})") from None
 
 
-def _problem(known: Knowledge) -> str:
+def built_defenses(told: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the defenses of descriptions.
+
+    Raises:
+        BadInputError: a name or a field that there is not.
+    """
+    return [build("defense", str(one.get("name", "")), {k: v for k, v in one.items() if k != "name"}) for one in told]
+
+
+def knowledge_problem(known: Knowledge) -> str:
     """Return what is wrong with the numbers of a manifest's knowledge; empty for nothing."""
     how = known.training
     counts: dict[str, tuple[int | None, ...]] = {

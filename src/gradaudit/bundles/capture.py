@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradaudit.bundles.bundle import save_bundle
-from gradaudit.bundles.model import ADAPTER, MODEL, WEIGHTS
-from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.bundles.model import MODEL, WEIGHTS
+from gradaudit.bundles.own_model import text_task, write_adapters, write_model
+from gradaudit.errors import BadInputError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, LeNet, ResNet
 from gradaudit.models.lora import PeftNames
-from gradaudit.models.spec import Lora, ModelSpec, Task
+from gradaudit.models.spec import ModelSpec, Task
 from gradaudit.models.state import fingerprint_of
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.models.zoo import load_model
 from gradaudit.types import Knowledge, LocalTraining, Update
 
 ARCHITECTURES: dict[type[nn.Module], str] = {LeNet: "lenet", ResNet: "resnet"}
@@ -118,11 +118,11 @@ def capture(
     wrapped: TransformersModel | ImageModel
     if adapted is not None:
         tensors, before = adapted.plain(tensors), adapted.plain(before)
-        wrapped = _of_adapters(adapted, Path(folder), tokenizer, task, before)
+        wrapped = write_adapters(adapted.base, adapted.described(), Path(folder), tokenizer, task, before)
     elif task == "image-classification":
         wrapped = _of_images(model, Path(folder), before, seen.shape)
     else:
-        wrapped = _of_text(model, Path(folder), tokenizer, task, before)
+        wrapped = write_model(model, Path(folder), tokenizer, task, before)
     for part, training_before in modes:
         part.training = training_before
     rate = wrapped.dropout_rate() if seen.dropout else 0.0
@@ -148,33 +148,6 @@ def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) ->
     return found
 
 
-def _of_text(model: Any, folder: Path, tokenizer: Any, task: Task, before: dict[str, Tensor]) -> TransformersModel:
-    """Write the weights before the step into the bundle and return the model."""
-    labels = int(model.config.num_labels) if task == "classification" else 1
-    name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
-    try:
-        model.save_pretrained(folder / MODEL, state_dict=dict(before))
-        tokenizer.save_pretrained(folder / MODEL)
-    except OSError as error:
-        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
-    return TransformersModel(model, tokenizer, ModelSpec(name, task, labels))
-
-
-def _of_adapters(
-    adapted: PeftNames, folder: Path, tokenizer: Any, task: Task, before: dict[str, Tensor]
-) -> TransformersModel:
-    """Write the base and the adapters as they were before the step into the bundle and return the model they make."""
-    try:
-        base = adapted.save(before, folder / MODEL / ADAPTER)
-    except OSError as error:
-        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
-    model = _of_text(adapted.base, folder, tokenizer, task, base)
-    lora = Lora(folder=str(folder / MODEL / ADAPTER))
-    loaded = load_model(replace(model.spec, name=str(folder / MODEL), lora=lora))
-    loaded.spec = replace(model.spec, lora=lora)
-    return loaded
-
-
 def _of_images(
     model: LeNet | ResNet, folder: Path, before: dict[str, Tensor], shape: tuple[int, int, int] | None
 ) -> ImageModel:
@@ -195,12 +168,4 @@ def _of_images(
 def _task(model: Any) -> Task:
     if type(model) in ARCHITECTURES:
         return "image-classification"
-    name = type(model).__name__
-    if name.endswith("ForSequenceClassification"):
-        return "classification"
-    if name.endswith(("LMHeadModel", "ForCausalLM")):
-        return "causal-lm"
-    raise NotSupportedError(
-        "capture takes a transformers model for sequence classification or causal language modeling, or a LeNet or "
-        f"ResNet of gradaudit.models.images, not {name}"
-    )
+    return text_task(type(model).__name__)

@@ -28,11 +28,17 @@ WITH_ADAPTERS = "decode"
 
 
 def usual(folder: Path) -> str:
-    """Return the attack of a bundle where none is named: by what was trained, images, adapters, or a model of text."""
-    model = read_manifest(folder).model
-    if model.image is not None:
+    """Return the attack of a bundle where none is named: by what was trained and how, as far as the bundle says."""
+    manifest = read_manifest(folder)
+    if manifest.model.image is not None:
         return "ig"
-    return WITH_ADAPTERS if model.adapters else "dager"
+    if manifest.model.adapters:
+        return WITH_ADAPTERS
+    known = manifest.knowledge
+    if manifest.kind == "gradient":
+        return WITH_DROPOUT if known.get("dropout") else "dager"
+    descended = (known.get("training") or {}).get("optimizer") == "sgd"
+    return "dager" if descended and known.get("dropout") == 0.0 else WITH_DROPOUT
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def load_bundle_model(
         _check_image_size(spec, sent)
         return load_image_model(spec, device)
     if inside:
-        _check_size(own)
+        check_size(own)
         lora = Lora(folder=str(own / ADAPTER)) if entry.adapters else None
         spec = replace(spec, name=str(own), lora=lora)
     return load_model(spec, device)
@@ -105,7 +105,7 @@ def _check_image_size(spec: ModelSpec, stored: int) -> None:
         )
 
 
-def _check_size(folder: Path) -> None:
+def check_size(folder: Path) -> None:
     """Refuse a model folder whose configuration asks for far more memory than its weights fill."""
     from transformers import AutoConfig, AutoModel
 

@@ -187,17 +187,12 @@ class PeftNames:
                 found[plain if not inside or stem in adapted else f"{stem}.{rest}"] = value
         return found
 
-    def save(self, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-        """Write the adapter's weights into a folder, and return the base model's own.
-
-        Args:
-            weights: all by `plain` names.
-            folder: made when it is not there.
-        """
-        adapters = {name: value for name, value in weights.items() if ".lora_" in name}
-        stems = {name.partition(".lora_A.")[0] for name in adapters if ".lora_A." in name}
+    def described(self) -> AdapterConfig:
+        """Return what decides what the active adapter computes."""
+        mark = f".lora_A.{self.name}."
+        stems = {_plain(name).partition(".lora_A.")[0] for name, _ in self.base.named_parameters() if mark in name}
         layers = dict(self.base.named_modules())
-        config = AdapterConfig(
+        return AdapterConfig(
             r=self.config.r,
             lora_alpha=self.config.lora_alpha,
             lora_dropout=self.config.lora_dropout,
@@ -205,9 +200,29 @@ class PeftNames:
             fan_in_fan_out=self.config.fan_in_fan_out,
             alpha_pattern={stem: float(layers[stem].lora_alpha[self.name]) for stem in sorted(stems)},
         )
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (folder / CONFIG).write_text(config.model_dump_json(indent=1), encoding="utf8")
-        stored = {_BEFORE + name.replace(".default.", "."): t.cpu().contiguous() for name, t in adapters.items()}
-        save_file(stored, folder / WEIGHTS)
-        rest = {name: value for name, value in weights.items() if name not in adapters}
-        return {name.replace(".base_layer.", "."): value for name, value in rest.items()}
+
+
+def save_adapters(config: AdapterConfig, weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Write an adapter's weights into a folder, and return the base model's own.
+
+    Args:
+        config: what the adapter computes.
+        weights: of base and adapter, by names as this package's own models have them.
+        folder: made when it is not there.
+    """
+    adapters = {name: value for name, value in weights.items() if ".lora_" in name}
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / CONFIG).write_text(config.model_dump_json(indent=1), encoding="utf8")
+    stored = {_BEFORE + name.replace(".default.", "."): t.cpu().contiguous() for name, t in adapters.items()}
+    save_file(stored, folder / WEIGHTS)
+    return {name.replace(".base_layer.", "."): value for name, value in weights.items() if name not in adapters}
+
+
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a saved adapter, by names as this package's own models have them.
+
+    Raises:
+        BadInputError: no weights, or damaged ones.
+    """
+    with files.stored_tensors(folder / WEIGHTS) as file:
+        return {_plain(name): shape for name, shape in file.shapes.items()}

@@ -68,7 +68,7 @@ RANDOM = "random:"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers' loading bars and its report of the (intended) fresh head out of the user's terminal."""
     from transformers.utils import logging
 
@@ -83,7 +83,7 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-@_quiet()
+@quiet()
 def load_model(spec: ModelSpec, device: torch.device | None = None) -> TransformersModel:
     """Return the model a spec names: embedded, "random:SHAPE", "random:FOLDER", a local folder, or a hub id.
 
@@ -201,7 +201,7 @@ def whole_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         _configure(config, spec.task, spec.labels, spec.layers)
-        with _quiet(), torch.device("meta"):
+        with quiet(), torch.device("meta"):
             module = _auto(spec.task).from_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(f"model '{spec.name}' has no readable configuration ({first_line(error)})") from None

@@ -1,0 +1,199 @@
+"""`gradaudit.bundle`: what a training changed between two checkpoints, as a bundle."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradaudit.bundles.bundle import MANIFEST, built_defenses, knowledge_problem, preflight, save_bundle
+from gradaudit.bundles.checkpoints import Weights, holds_adapter, read_module, read_tokenizer, read_weights
+from gradaudit.bundles.own_model import text_task, write_adapters, write_model
+from gradaudit.errors import BadInputError
+from gradaudit.models.lora import AdapterConfig, add_adapters, read_adapter_config, saved_shapes
+from gradaudit.models.spec import Lora, Task
+from gradaudit.models.state import fingerprint_of
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.types import Knowledge, LocalTraining, Update
+
+_ALIKE = 0.5
+"""Cosine of all weights before and after below which one is not the other, trained on: MiniLM has 0.9999 behind 200
+steps of AdamW, 0.09 with a random model of its shape, and a change in the place of weights has nothing of them."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A model at the weights before, and both states by its own names."""
+
+    module: Any
+    task: Task
+    config: AdapterConfig | None
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+
+def bundle(
+    before: Weights,
+    after: Weights,
+    *,
+    out: str | Path,
+    base: Any = None,
+    tokenizer: Any = None,
+    dropout: bool | float | None = None,
+    training: LocalTraining | None = None,
+    sentences: int | None = None,
+    defenses: Sequence[Mapping[str, Any]] | None = None,
+) -> Path:
+    """Write what a training changed between two checkpoints as a bundle that `gradaudit attack` reads.
+
+    What is not told stays unknown, and the attacker is not given it.
+
+    Args:
+        before: the weights that the client started from: a folder of `save_pretrained` or of a peft adapter, a file
+            (.safetensors, .pt, .npz), tensors by name, or arrays in the order of the model's `state_dict`.
+        after: the weights that it sent, in any of these forms.
+        out: folder of the bundle; a bundle already in it is replaced.
+        base: folder of the model under adapters, or of configuration and tokenizer where `before` is no folder; a
+            transformers model itself in the latter case, which is left as it is.
+        tokenizer: the model's, a folder or a hub id; as the checkpoints have it when None.
+        dropout: True: on, at the model's rate; False: off; a rate; None: not known.
+        training: how the steps were made; None: not known.
+        sentences: how many they were made on; None: not known.
+        defenses: descriptions of what acted on the update; empty: nothing did; None: not known.
+
+    Returns:
+        The folder of the bundle.
+
+    Raises:
+        BadInputError: checkpoints that cannot be read or are not of one model, or nothing changed; nothing is written.
+        NotSupportedError: a model of another family or task.
+    """
+    folder = Path(out)
+    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInputError(f"{folder} is there and is no bundle; choose another folder")
+    built_defenses(defenses or ())
+    trained = (_adapters if holds_adapter(before) or holds_adapter(after) else _whole)(before, after, base)
+    folders = [place for place in (before, after, base) if isinstance(place, str | Path) and Path(place).is_dir()]
+    words = read_tokenizer((tokenizer, *folders))
+    tensors = _changes(trained)
+    with _replaced(folder) as draft:
+        modes = [(part, part.training) for part in trained.module.modules()]
+        if trained.config is not None:
+            model = write_adapters(trained.module, trained.config, draft, words, trained.task, trained.before)
+        else:
+            model = write_model(trained.module, draft, words, trained.task, trained.before)
+        for part, training_before in modes:  # of a model that a caller goes on with
+            part.training = training_before
+        knowledge = Knowledge(
+            batch_size=sentences,
+            training=training,
+            dropout=_rate(model, dropout),
+            defenses=None if defenses is None else tuple(defenses),
+        )
+        problem = knowledge_problem(knowledge)
+        if problem:
+            raise BadInputError(f"what was told of the training cannot be: {problem}")
+        wrong = [found.text for found in preflight(model, tensors) if found.level == "error"]
+        if wrong:
+            raise BadInputError(f"the change between the checkpoints cannot be attacked: {wrong[0]}")
+        own = fingerprint_of({name: trained.before[name] for name in model.parameters()})
+        update = Update(tensors, "delta", training or LocalTraining(), knowledge.dropout or 0.0)
+        save_bundle(draft, model, update, knowledge, inside=True, fingerprint=own)
+    return folder
+
+
+def _rate(model: TransformersModel, dropout: bool | float | None) -> float | None:
+    if dropout is True:
+        return model.dropout_rate()
+    return None if dropout is None else float(dropout)
+
+
+def _whole(before: Weights, after: Weights, base: Any) -> _Trained:
+    """Return a training of the model itself."""
+    if isinstance(before, str | Path) and Path(before).is_dir():
+        module, task = read_module(Path(before))
+        start = dict(module.state_dict())
+    elif base is None:
+        raise BadInputError(
+            "weights without a configuration need the folder of their model: --base DIR, in Python base=..."
+        )
+    else:
+        module, task = (
+            read_module(Path(base)) if isinstance(base, str | Path) else (base, text_task(type(base).__name__))
+        )
+        start = read_weights(before, module.state_dict(), "before")
+    return _Trained(module, task, None, start, read_weights(after, module.state_dict(), "after"))
+
+
+def _adapters(before: Weights, after: Weights, base: Any) -> _Trained:
+    """Return a training of LoRA adapters and what peft saves with them."""
+    if not (holds_adapter(before) and holds_adapter(after)):
+        other = after if holds_adapter(before) else before
+        raise BadInputError(f"{other} holds no adapter and the other checkpoint does: give two adapter folders")
+    if not isinstance(base, str | Path):
+        raise BadInputError("adapters need the model that they stand beside: --base DIR, in Python base=...")
+    first, second = Path(str(before)), Path(str(after))
+    config = read_adapter_config(first)
+    if read_adapter_config(second) != config or saved_shapes(first) != saved_shapes(second):
+        raise BadInputError(f"{first} and {second} hold different adapters: rank, scale or matrices are not the same")
+    shapes = saved_shapes(first)
+    own = [name for name in shapes if ".lora_" not in name]
+    head = next((shapes[name][0] for name in own if name.endswith("weight") and "dense" not in name), None)
+    module, task = read_module(Path(base), head, own)
+    add_adapters(module, Lora(folder=str(first)), 0)
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    module_after, _ = read_module(Path(base), head, own)
+    add_adapters(module_after, Lora(folder=str(second)), 0)
+    return _Trained(module, task, config, start, dict(module_after.state_dict()))
+
+
+def _changes(trained: _Trained) -> dict[str, Tensor]:
+    """Return what changed, by parameter name; what did not was not trained.
+
+    Raises:
+        BadInputError: nothing did, or the weights after are not those before, trained on.
+    """
+    names = [name for name, _ in trained.module.named_parameters()]
+    one, other = ({n: state[n] for n in names} for state in (trained.before, trained.after))
+    found = {name: other[name] - one[name] for name in names if not torch.equal(one[name], other[name])}
+    if not found:
+        raise BadInputError("the weights before and after are the same: nothing was trained between them")
+    likeness = _cosine(one, other)
+    if likeness < _ALIKE:
+        raise BadInputError(
+            f"the weights after are not those before, trained on (likeness {likeness:.2f}): they are of another model, "
+            "or a change was given in their place"
+        )
+    return found
+
+
+def _cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    def product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+        return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+
+    size = (product(one, one) * product(other, other)) ** 0.5
+    return product(one, other) / size if size > 0 else 1.0
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """Give a folder to write, which takes the other's place when the block ends: whole, or not at all."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+    except OSError as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
+    try:
+        yield draft
+        if folder.exists():
+            shutil.rmtree(folder)
+        draft.rename(folder)
+    except OSError as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
