@@ -68,6 +68,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "audit": ("accounting", "attacks", "case", "client", "data", "defenses", "judge", "learned", "machine",
               "metrics", "models", "record"),
     "bundles": ("audit", "case", "data", "models"),
+    "integrations": ("bundles",),
     "verdict": ("record",),
     "sweeps": ("accounting", "audit", "case", "client", "data", "defenses", "leakage", "machine", "metrics", "models",
                "record", "verdict"),

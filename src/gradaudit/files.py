@@ -1,6 +1,7 @@
 """Files that a kill cannot leave half written, folders that one program at a time writes, and tensors of others."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -125,6 +126,32 @@ def replacing(path: Path, private: bool = False) -> Iterator[Path]:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Give a fresh folder to fill, which takes the place of another when the block ends: whole, or not at all.
+
+    Args:
+        folder: that is replaced or made; its owner alone may read it.
+
+    Raises:
+        BadInputError: the disk refuses.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+    except OSError as error:
+        raise BadInputError(f"cannot write {folder} ({error.strerror}); choose another folder") from None
+    try:
+        yield draft
+        if folder.exists():
+            shutil.rmtree(folder)
+        draft.rename(folder)
+    except OSError as error:
+        raise BadInputError(f"cannot write {folder} ({error.strerror}); choose another folder") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_page(path: Path, html: str, private: bool) -> Path:

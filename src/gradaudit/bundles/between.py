@@ -1,9 +1,6 @@
 """`gradaudit.bundle`: what a training changed between two checkpoints, as a bundle."""
 
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from gradaudit.bundles.bundle import MANIFEST, built_defenses, knowledge_problem
 from gradaudit.bundles.checkpoints import Weights, holds_adapter, read_module, read_tokenizer, read_weights
 from gradaudit.bundles.own_model import text_task, write_adapters, write_model
 from gradaudit.errors import BadInputError
+from gradaudit.files import replacing_folder
 from gradaudit.models.lora import AdapterConfig, add_adapters, read_adapter_config, saved_shapes
 from gradaudit.models.spec import Lora, Task
 from gradaudit.models.state import fingerprint_of
@@ -81,7 +79,7 @@ def bundle(
     folders = [place for place in (before, after, base) if isinstance(place, str | Path) and Path(place).is_dir()]
     words = read_tokenizer((tokenizer, *folders))
     tensors = _changes(trained)
-    with _replaced(folder) as draft:
+    with replacing_folder(folder) as draft:
         modes = [(part, part.training) for part in trained.module.modules()]
         if trained.config is not None:
             model = write_adapters(trained.module, trained.config, draft, words, trained.task, trained.before)
@@ -178,22 +176,3 @@ def _cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
     size = (product(one, one) * product(other, other)) ** 0.5
     return product(one, other) / size if size > 0 else 1.0
-
-
-@contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
-    """Give a folder to write, which takes the other's place when the block ends: whole, or not at all."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
-    except OSError as error:
-        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
-    try:
-        yield draft
-        if folder.exists():
-            shutil.rmtree(folder)
-        draft.rename(folder)
-    except OSError as error:
-        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradaudit.bundles.bundle import save_bundle
 from gradaudit.bundles.model import MODEL, WEIGHTS
 from gradaudit.bundles.own_model import text_task, write_adapters, write_model
-from gradaudit.errors import BadInputError
+from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, LeNet, ResNet
 from gradaudit.models.lora import PeftNames
 from gradaudit.models.spec import ModelSpec, Task
@@ -36,12 +36,17 @@ class Capture:
         sentences: rows of `input_ids`, or images, passed through the model in training.
         shape: channels, height and width of the images; None of text.
         dropout: the model was in training mode when it ran.
+        training: how the steps were made, of a weight change; None: the attacker is not told. It may be set until the
+            block ends.
+        told: how many sentences a weight change was made on; None: the attacker is not told. The same.
     """
 
     steps: int = 0
     sentences: int = 0
     dropout: bool = False
     shape: tuple[int, int, int] | None = None
+    training: LocalTraining | None = None
+    told: int | None = None
     gradient: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
 
@@ -80,14 +85,23 @@ def capture(
 
     Raises:
         BadInputError: no gradient appeared, more than one step in gradient mode, or the folder cannot be written.
-        NotSupportedError: not a model of a supported family and task.
+        NotSupportedError: not a model of a supported family and task, or one of several processes of a training.
     """
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        raise NotSupportedError(
+            f"capture takes a training in one process, and this is one of {torch.distributed.get_world_size()}: each "
+            "holds its own part of the batch alone"
+        )
     task = _task(model)
     if tokenizer is None and task != "image-classification":
         raise BadInputError("capture of a model of text needs its tokenizer: capture(model, folder, tokenizer=...)")
     adapted = PeftNames(model) if getattr(model, "peft_config", None) else None
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    seen = Capture()
+    seen = Capture(training=training, told=sentences)
     names = {id(p): name for name, p in model.named_parameters()}
 
     def on_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -113,7 +127,7 @@ def capture(
         for hook in hooks:
             hook.remove()
     tensors = _tensors(model, before, seen, what)
-    size = (seen.sentences or None) if what == "gradient" else sentences
+    size = (seen.sentences or None) if what == "gradient" else seen.told
     modes = [(part, part.training) for part in model.modules()]
     wrapped: TransformersModel | ImageModel
     if adapted is not None:
@@ -126,7 +140,7 @@ def capture(
     for part, training_before in modes:
         part.training = training_before
     rate = wrapped.dropout_rate() if seen.dropout else 0.0
-    how = training or (LocalTraining() if what == "gradient" else None)
+    how = seen.training or (LocalTraining() if what == "gradient" else None)
     update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
     known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
     # adapters were read back from the bundle, with the weights before the step

@@ -1,0 +1,1 @@
+"""Updates recorded inside other frameworks, as bundles."""
