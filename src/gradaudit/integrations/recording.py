@@ -1,10 +1,16 @@
 """What every recorder promises: a training never breaks by being recorded."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from gradaudit.bundles.between import bundle
+from gradaudit.bundles.bundle import MANIFEST
+from gradaudit.bundles.checkpoints import Weights, read_module, read_tokenizer
 from gradaudit.errors import AuditError
+from gradaudit.types import LocalTraining
 
 LOG = logging.getLogger("gradaudit")
 
@@ -22,3 +28,49 @@ def swallowing(what: str) -> Iterator[None]:
         LOG.warning("%s is not recorded: %s", what, error)
     except Exception:  # whatever it is, the training is worth more than the record of it
         LOG.exception("%s is not recorded", what)
+
+
+class Recorder:
+    """Writes what clients changed as bundles, into folders of one folder.
+
+    Args:
+        folder: where they go.
+        model: a transformers model, or the folder of one; its present weights do not matter.
+        tokenizer: the model's, or a folder or hub id; the model's folder when None.
+        training: how a round's local steps are made; None: the attacker is not told.
+        sentences: how many one client trains on in a round; None: the same.
+        dropout: True, False or a rate; None: the same.
+        defenses: descriptions of what acts on the update; empty: nothing does; None: the same.
+        every: rounds from one that is recorded to the next; the first is.
+        most: bundles at most in the folder; each takes the room of the model and its update.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: Any,
+        tokenizer: Any = None,
+        training: LocalTraining | None = None,
+        sentences: int | None = None,
+        dropout: bool | float | None = None,
+        defenses: Sequence[Mapping[str, Any]] | None = None,
+        every: int = 1,
+        most: int = 10,
+    ) -> None:
+        self._folder, self._model, self._tokenizer = Path(folder), model, tokenizer
+        self._told: dict[str, Any] = {"training": training, "sentences": sentences, "dropout": dropout, "defenses": defenses}
+        self._every, self._most = every, most
+
+    def due(self, number: int) -> bool:
+        """Return whether a round, counted from 1, is recorded."""
+        made = sum(1 for _ in self._folder.glob(f"**/{MANIFEST}")) if self._folder.is_dir() else 0
+        return (number - 1) % self._every == 0 and made < self._most
+
+    def write(self, name: str, before: Weights, after: Weights) -> None:
+        """Write what changed as the bundle of this name; see `gradaudit.bundle`."""
+        if isinstance(self._model, str | Path):  # once, and not in every round
+            self._tokenizer = read_tokenizer((self._tokenizer, self._model))
+            self._model = read_module(Path(self._model))[0]
+        out = self._folder / name
+        bundle(before, after, out=out, base=self._model, tokenizer=self._tokenizer, **self._told)
+        LOG.info("recorded %s", out)

@@ -1,0 +1,1 @@
+"""A Flower app with two clients, whose updates are recorded."""
