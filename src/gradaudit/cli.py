@@ -30,6 +30,8 @@ from gradaudit.bundles.between import bundle as bundle_between
 from gradaudit.bundles.checkpoints import refuse_checkpoints
 from gradaudit.bundles.examine import Examination, examine
 from gradaudit.bundles.facts import facts, remarks
+from gradaudit.bundles.gate import USUAL
+from gradaudit.bundles.gate import gate as run_gate
 from gradaudit.bundles.rounds import examine_rounds, save_rounds
 from gradaudit.case import load_case
 from gradaudit.catalog import EXAMPLE, details, listing
@@ -245,6 +247,32 @@ def attack(
         raise typer.Exit(ExitCode.BAD_INPUT)
     if not found.count and not found.named:
         raise _inconclusive("nothing was recovered, which is no sign of safety; try another attack")
+
+
+@app.command()
+def gate(
+    folder: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The update that is to be sent.")],
+    fail_on: Annotated[
+        list[str], typer.Option(metavar="COUNT>VALUE", help="What closes the gate.", show_default=" ".join(USUAL))
+    ] = [],  # noqa: B006
+    within: Annotated[float, typer.Option(metavar="SECONDS", help="Time for all of it.")] = 60.0,
+    name: Annotated[
+        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="by what was sent")
+    ] = None,
+    set_: Annotated[list[str], _set("Attack field, e.g. steps=100.")] = [],  # noqa: B006
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Check an update before it is sent: attack it within a time, and exit 1 where too much was read."""
+    found = run_gate(folder, fail_on or USUAL, within, name, set_, _ready(device))
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        out.print(plain(found.sentence), soft_wrap=True)
+    if found.counts is None:
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
+    if found.crossed:
+        raise typer.Exit(ExitCode.THRESHOLD_CROSSED)
 
 
 @app.command()

@@ -33,7 +33,11 @@ class Threshold:
         interval = summary.sensitive if self.score == _SENSITIVE else summary.scores.get(self.score)
         if interval is None or interval.mean is None:
             return False
-        return bool(_COMPARE[self.sign](interval.mean, self.value))
+        return self.met(interval.mean)
+
+    def met(self, value: float) -> bool:
+        """Return whether a number meets the condition."""
+        return bool(_COMPARE[self.sign](value, self.value))
 
     def __str__(self) -> str:
         return f"{self.score}{self.sign}{self.value:g}"
@@ -60,8 +64,12 @@ def check_scores(thresholds: Sequence[Threshold], scores: Scores, measured: Coll
             )
 
 
-def parse(texts: Sequence[str]) -> list[Threshold]:
+def parse(texts: Sequence[str], names: Collection[str] = ()) -> list[Threshold]:
     """Return the thresholds of `--fail-on` texts.
+
+    Args:
+        texts: such as "rougeL>20".
+        names: of what can be compared; the scores of a run when empty.
 
     Raises:
         BadInputError: not of the form SCORE>VALUE, or an unknown score.
@@ -70,9 +78,10 @@ def parse(texts: Sequence[str]) -> list[Threshold]:
     for text in texts:
         match = re.fullmatch(r"\s*([A-Za-z0-9_]+)\s*(>=|<=|>|<)\s*([0-9.]+)\s*", text)
         if match is None:
-            raise BadInputError(f"--fail-on takes SCORE>VALUE, for example rougeL>20 or exact>0; got '{text}'")
+            example = " or ".join(f"{name}>0" for name in list(names)[:2]) or "rougeL>20 or exact>0"
+            raise BadInputError(f"--fail-on takes SCORE>VALUE, for example {example}; got '{text}'")
         name, sign, value = match.groups()
-        known = (*(name for kind in SCORES for name in SCORES[kind].names), _SENSITIVE)
+        known = tuple(names) or (*(name for kind in SCORES for name in SCORES[kind].names), _SENSITIVE)
         if name not in known:
             raise unknown_name("score", name, known)
         try:

@@ -121,6 +121,25 @@ class Examination:
         }
 
 
+def set_up(attack: str, settings: Sequence[str]) -> Any:
+    """Return an attack with some of its fields set.
+
+    Args:
+        attack: its name.
+        settings: "field=value" overrides of its fields.
+
+    Raises:
+        BadInputError: no such attack, field or value.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise BadInputError(f"--set takes field=value, for example steps=100; got '{setting}'")
+        values[key.strip().removeprefix("attack.")] = parse_value(text)
+    return build("attack", attack, values)
+
+
 def examine(
     folder: Path,
     attack: str | None,
@@ -149,15 +168,9 @@ def examine(
         BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
         NotSupportedError: the update is behind a defense to which the attack has no counter.
     """
-    values: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals:
-            raise BadInputError(f"--set takes field=value, for example steps=100; got '{setting}'")
-        values[key.strip().removeprefix("attack.")] = parse_value(text)
     if attack is None:
         attack = usual(folder)
-    built = build("attack", attack, values)
+    built = set_up(attack, settings)
     bundle = load_bundle(folder, device, model, blocks)
     seen = replace(bundle.observation(Selection(selection)), known=known)
     without = uncountered(built, told_defenses(seen.knowledge), bundle.model, seen.knowledge.batch_size)

@@ -58,7 +58,12 @@ class Recorder:
         most: int = 10,
     ) -> None:
         self._folder, self._model, self._tokenizer = Path(folder), model, tokenizer
-        self._told: dict[str, Any] = {"training": training, "sentences": sentences, "dropout": dropout, "defenses": defenses}
+        self._told: dict[str, Any] = {
+            "training": training,
+            "sentences": sentences,
+            "dropout": dropout,
+            "defenses": defenses,
+        }
         self._every, self._most = every, most
 
     def due(self, number: int) -> bool:

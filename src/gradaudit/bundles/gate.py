@@ -1,0 +1,125 @@
+"""A gate before an update is sent: an attack within a time, and conditions on what it may read."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from gradaudit.audit.thresholds import Threshold, parse
+from gradaudit.bundles.examine import Examination, examine, set_up, usual
+from gradaudit.errors import AuditError, BadInputError
+
+COUNTS: dict[str, Callable[[Examination], int]] = {
+    "proven": lambda found: (found.certificates or ()).count("proven"),
+    "certain_words": lambda found: sum(word.certain for word in found.words or ()),
+    "sentences": lambda found: len(found.texts),
+    "words": lambda found: found.named,
+    "images": lambda found: len(found.images or ()),
+}
+"""What can be counted of an attack's reading without the truth, the surest first."""
+USUAL = ("proven>0", "certain_words>0")
+"""What closes a gate where nothing is said: a sentence or word that nothing else explains."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a gate found.
+
+    Args:
+        attack: name of the attack.
+        counts: of what it read, by the names of `COUNTS`; None where it did not end in time.
+        crossed: conditions that are met.
+        seconds: that were taken, loading included.
+    """
+
+    attack: str
+    counts: Mapping[str, int] | None
+    crossed: tuple[str, ...]
+    seconds: float
+
+    @property
+    def sentence(self) -> str:
+        """The result in words, without anything that was read."""
+        if self.counts is None:
+            return f"not decided: '{self.attack}' did not end within {self.seconds:.0f} s; allow more, or do not send"
+        read = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in self.counts.items() if n) or "nothing"
+        if self.crossed:
+            return f"closed: '{self.attack}' read {read} in {self.seconds:.0f} s ({', '.join(self.crossed)})"
+        return f"open: '{self.attack}' read {read} in {self.seconds:.0f} s, which is no sign of safety"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "attack": self.attack,
+            "counts": None if self.counts is None else dict(self.counts),
+            "crossed": list(self.crossed),
+            "seconds": round(self.seconds, 1),
+            "sentence": self.sentence,
+        }
+
+
+def gate(
+    folder: Path,
+    fail_on: Sequence[str] = USUAL,
+    within: float = 60.0,
+    attack: str | None = None,
+    settings: Sequence[str] = (),
+    device: Any = None,
+) -> Gate:
+    """Attack a bundle within a time, in a process of its own that is ended with it.
+
+    Args:
+        folder: the bundle.
+        fail_on: conditions on `COUNTS`, such as "proven>0".
+        within: seconds for all of it.
+        attack: name of the attack; None for the usual one of such a bundle.
+        settings: "field=value" overrides of its fields.
+        device: where it runs; the CPU when None.
+
+    Raises:
+        AuditError: what the attack on a bundle raises, or a condition that is none.
+    """
+    began = time.monotonic()
+    limits = parse(fail_on, tuple(COUNTS))
+    if not limits or within <= 0:
+        raise BadInputError(f"a gate needs a condition and a time above 0, got {len(limits)} and {within:g} s")
+    attack = attack or usual(folder)
+    set_up(attack, settings)  # what is no bundle or no attack is said at once
+    how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    ours, theirs = how.Pipe(duplex=False)
+    process = how.Process(target=_attack, args=(theirs, folder, attack, tuple(settings), device), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv() if ours.poll(within) else None
+    except EOFError:
+        raise AuditError("the attack's process ended without an answer, perhaps for want of memory") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, AuditError):
+        raise answer
+    return _judged(answer, attack, limits, time.monotonic() - began)
+
+
+def _judged(answer: Examination | None, attack: str, limits: Sequence[Threshold], seconds: float) -> Gate:
+    if answer is None:
+        return Gate(attack, None, (), seconds)
+    counts = {name: count(answer) for name, count in COUNTS.items()}
+    return Gate(answer.attack, counts, tuple(str(one) for one in limits if one.met(counts[one.score])), seconds)
+
+
+def _attack(pipe: Connection, folder: Path, attack: str, settings: Sequence[str], device: Any) -> None:
+    """Attack in a process of its own, and send what was read or why it was not."""
+    import torch
+
+    from gradaudit.machine import ready_process
+
+    ready_process()
+    try:
+        pipe.send(examine(folder, attack, settings, "all", None, 0, device or torch.device("cpu")))
+    except AuditError as error:
+        pipe.send(error)
