@@ -27,11 +27,13 @@ from gradaudit.audit.info import RECORDS, TEXTS
 from gradaudit.audit.prepare import pick_device, prepare
 from gradaudit.audit.thresholds import check_scores, parse
 from gradaudit.bundles.between import bundle as bundle_between
+from gradaudit.bundles.bundle import read_manifest
 from gradaudit.bundles.checkpoints import refuse_checkpoints
 from gradaudit.bundles.examine import Examination, examine
 from gradaudit.bundles.facts import facts, remarks
 from gradaudit.bundles.gate import USUAL
 from gradaudit.bundles.gate import gate as run_gate
+from gradaudit.bundles.mechanism import claim_of
 from gradaudit.bundles.rounds import examine_rounds, save_rounds
 from gradaudit.case import load_case
 from gradaudit.catalog import EXAMPLE, details, listing
@@ -464,9 +466,19 @@ def sweep(
 
 
 @app.command()
-def claims(claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml")], as_json: Json = False) -> None:
+def claims(
+    claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml", help="Or a bundle that names its mechanism.")],
+    set_: Annotated[list[str], _set("Of a bundle: what its optimizer does not know, e.g. examples=8551.")] = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
     """Say which epsilon a declared privacy mechanism really supports, and for whose data (no attack is run)."""
-    findings = [check_claim(claim) for claim in load_claims(claims_file)]
+    if claims_file.is_dir():
+        asked = [claim_of(claims_file, read_manifest(claims_file).mechanism, set_)]
+    elif set_:
+        raise BadInputError("--set completes the claim of a bundle; a file of claims says all of it itself")
+    else:
+        asked = load_claims(claims_file)
+    findings = [check_claim(claim) for claim in asked]
     if as_json:
         for found in findings:
             _print_json(found.as_json())

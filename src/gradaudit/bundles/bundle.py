@@ -21,6 +21,7 @@ from torch import Tensor
 import gradaudit
 from gradaudit import files
 from gradaudit.bundles.checkpoints import refuse_checkpoints
+from gradaudit.bundles.mechanism import Mechanism
 from gradaudit.bundles.model import ModelEntry, load_bundle_model
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
 from gradaudit.models.base import Model
@@ -47,6 +48,7 @@ class BundleManifest(BaseModel):
     model: ModelEntry
     kind: UpdateKind
     knowledge: dict[str, Any]
+    mechanism: Mechanism | None = None
     tensors: dict[str, tuple[int, ...]]
     sha256: str
 
@@ -93,6 +95,7 @@ def save_bundle(
     *,
     inside: bool = False,
     fingerprint: str | None = None,
+    mechanism: Mechanism | None = None,
 ) -> Path:
     """Write an update into a folder and return it.
 
@@ -103,6 +106,7 @@ def save_bundle(
         knowledge: what an attacker is given.
         inside: the weights are in the bundle's own folder "model" (see `gradaudit.capture`).
         fingerprint: of the weights before the step; the model's present ones when None.
+        mechanism: that made it private; None for none, or one that is not known.
 
     Raises:
         BadInputError: the folder cannot be written (no space, no permission).
@@ -134,6 +138,7 @@ def save_bundle(
                 fingerprint=fingerprint or model.fingerprint(),
             ),
             kind=update.kind,
+            mechanism=mechanism,
             knowledge=json.loads(json.dumps(asdict(knowledge))),
             tensors={name: tuple(t.shape) for name, t in tensors.items()},
             sha256=_sha256(folder / TENSORS),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradaudit.bundles.bundle import save_bundle
+from gradaudit.bundles.mechanism import read_mechanism
 from gradaudit.bundles.model import MODEL, WEIGHTS
 from gradaudit.bundles.own_model import text_task, write_adapters, write_model
 from gradaudit.errors import BadInputError, NotSupportedError
@@ -25,6 +26,9 @@ from gradaudit.types import Knowledge, LocalTraining, Update
 
 ARCHITECTURES: dict[type[nn.Module], str] = {LeNet: "lenet", ResNet: "resnet"}
 """Modules of images that can be captured, with the name that makes them anew."""
+
+_PRIVATE = "GradSampleModule"
+"""How the classes begin that Opacus wraps a model in."""
 
 
 @dataclass
@@ -59,6 +63,7 @@ def capture(
     what: Literal["gradient", "delta"] = "gradient",
     training: LocalTraining | None = None,
     sentences: int | None = None,
+    optimizer: Any = None,
 ) -> Iterator[Capture]:
     """Write what one step of your own training would send, as a bundle that `gradaudit attack` reads.
 
@@ -74,14 +79,16 @@ def capture(
     attacker in a federated training has them. The batch does not; only its number of sentences does.
 
     Args:
-        model: a transformers model for sequence classification or causal language modeling, as it is or with LoRA
-            adapters of peft, or a `LeNet` or `ResNet` of `gradaudit.models.images`, which takes images in 0 to 1.
+        model: a transformers model for sequence classification or causal language modeling, as it is, with LoRA
+            adapters of peft, or as Opacus' PrivacyEngine wraps it; or a `LeNet` or `ResNet` of
+            `gradaudit.models.images`, which takes images in 0 to 1.
         folder: where the bundle goes.
         tokenizer: the model's tokenizer; None for a model of images.
         what: "gradient" (FedSGD), or "delta": the weight change over all steps of the block (FedAvg).
         training: for "delta", how the steps were made, when the attacker is to know it.
         sentences: for "delta", how many sentences or images they were made on, when the attacker is to know it; for a
             gradient they are counted (several passes over a batch would count it several times).
+        optimizer: of a model in Opacus' PrivacyEngine its DPOptimizer, whose bound and noise go into the bundle.
 
     Raises:
         BadInputError: no gradient appeared, more than one step in gradient mode, or the folder cannot be written.
@@ -96,7 +103,12 @@ def capture(
             f"capture takes a training in one process, and this is one of {torch.distributed.get_world_size()}: each "
             "holds its own part of the batch alone"
         )
+    private = type(model).__name__.startswith(_PRIVATE)
+    if private:
+        model = model._module
     task = _task(model)
+    if optimizer is not None:
+        read_mechanism(optimizer, 1)
     if tokenizer is None and task != "image-classification":
         raise BadInputError("capture of a model of text needs its tokenizer: capture(model, folder, tokenizer=...)")
     adapted = PeftNames(model) if getattr(model, "peft_config", None) else None
@@ -126,6 +138,8 @@ def capture(
     finally:
         for hook in hooks:
             hook.remove()
+    if private and not seen.steps:
+        raise BadInputError("the optimizer took no step inside capture, and the private gradient is made by its step")
     tensors = _tensors(model, before, seen, what)
     size = (seen.sentences or None) if what == "gradient" else seen.told
     modes = [(part, part.training) for part in model.modules()]
@@ -142,11 +156,14 @@ def capture(
     rate = wrapped.dropout_rate() if seen.dropout else 0.0
     how = seen.training or (LocalTraining() if what == "gradient" else None)
     update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
-    known = Knowledge(batch_size=size, training=how, dropout=rate)  # whether defenses act is not to be seen here
+    mechanism = None if optimizer is None else read_mechanism(optimizer, seen.steps)
+    # whether other defenses act is not to be seen here
+    defended = None if mechanism is None else (mechanism.defense(),)
+    known = Knowledge(batch_size=size, training=how, dropout=rate, defenses=defended)
     # adapters were read back from the bundle, with the weights before the step
     own = adapted is not None
     fingerprint = wrapped.fingerprint() if own else fingerprint_of({n: before[n] for n in wrapped.parameters()})
-    save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint)
+    save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint, mechanism=mechanism)
 
 
 def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
