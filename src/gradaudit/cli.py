@@ -62,7 +62,8 @@ from gradaudit.report.terminal import (
 )
 from gradaudit.scores import SCORES
 from gradaudit.sweeps.frontier import frontiers
-from gradaudit.sweeps.sweep import TABLE, Result, load_sweep, run_sweep
+from gradaudit.sweeps.shards import Shard, is_sharded, merge, run_shard, shard_groups
+from gradaudit.sweeps.sweep import TABLE, Result, load_sweep, run_sweep, write_table
 from gradaudit.verdict.run import verdict
 
 app = typer.Typer(
@@ -335,10 +336,19 @@ def fit(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder written by 'gradaudit run'.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A folder written by 'gradaudit run', or by shards of a sweep.")
+    ],
     show_text: ShowText = False,
 ) -> None:
-    """Write a run's report.html anew, with or without the private text."""
+    """Write a run's report.html anew, with or without the private text; of a sweep's shards the table of all."""
+    if is_sharded(folder):
+        found = merge(folder)
+        write_table(folder / TABLE, found.results)
+        _end_sweep(found.results, folder, found.costs, folder.resolve().name, show_text)
+        if found.missing:
+            raise _inconclusive(f"{found.missing} points are not there yet; run their shards, then this again")
+        return
     out.print(str(render(folder, show_text=show_text)), soft_wrap=True)
 
 
@@ -423,21 +433,32 @@ def sweep(
     set_: Annotated[list[str], _set("Override, e.g. data.batches=2.")] = [],  # noqa: B006
     device: Device = "auto",
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes that share the points.")] = 1,
+    shard: Annotated[
+        str | None, typer.Option(metavar="K/N", help="Run a part alone; 'gradaudit report' makes the table of all.")
+    ] = None,
     compile_: Compile = False,
     as_json: Json = False,
     show_text: ShowText = False,
 ) -> None:
     """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
     asked = load_sweep(sweep_file, set_)
+    part = None if shard is None else Shard.parse(shard)
     folder = folder or Path("out") / sweep_file.stem
     place = _ready(device)
     results: list[Result] = []
+    base = sweep_file.resolve().parent
+    count = len(asked.points) if part is None else sum(map(len, shard_groups(asked, part)))
     with (
-        _going_on(lambda: f"{len(results)} of {len(asked.points)} points are kept in {folder}"),
+        _going_on(lambda: f"{len(results)} of {count} points are kept in {folder}"),
         progress_bars(err, quiet=as_json),
         compiling(compile_),
     ):
-        for result in run_sweep(asked, sweep_file.resolve().parent, folder, place, jobs):
+        running = (
+            run_sweep(asked, base, folder, place, jobs)
+            if part is None
+            else run_shard(asked, part, base, folder, place, jobs)
+        )
+        for result in running:
             results.append(result)
             if as_json:
                 _print_json(
@@ -448,15 +469,29 @@ def sweep(
                         "utility": None if result.utility is None else asdict(result.utility),
                     }
                 )
+    if part is not None:
+        _print_problems("not run", (r.failed for r in results))
+        err.print(
+            f"shard {part.number} of {part.of}: {count} of {len(asked.points)} points are in {escape(str(folder))}; "
+            f"when all shards are there: gradaudit report {escape(str(folder))}"
+        )
+        return
     order = {point.case.content_hash(): number for number, point in enumerate(asked.points)}
     results.sort(key=lambda r: order[r.point.case.content_hash()])
+    _end_sweep(results, folder, asked.utility is not None, sweep_file.stem, show_text, as_json)
+
+
+def _end_sweep(
+    results: Sequence[Result], folder: Path, costs: bool, title: str, show_text: bool, as_json: bool = False
+) -> None:
+    """Print a sweep's table, and write and name its frontier."""
     if not as_json:
         out.print(sweep_table(results))
         _print_problems("not run", (r.failed for r in results))
         out.print(f"table  {folder / TABLE}", soft_wrap=True)
-    if asked.utility is not None:
+    if costs:
         found = frontiers(results)
-        page = write_frontiers(folder, found, f"Leakage and utility: {sweep_file.stem}", show_text)
+        page = write_frontiers(folder, found, f"Leakage and utility: {title}", show_text)
         if not as_json:
             for one in found:
                 out.print(f"\n[bold]Batches of {one.batch_size}:[/bold] {escape(one.reason)}")

@@ -189,6 +189,17 @@ def _words(value: Any) -> str:
     return str(value)
 
 
+def client_groups(sweep: Sweep) -> list[list[tuple[int, SweepPoint]]]:
+    """Return the points of each client, with their numbers from 0: what is found once for a client is shared."""
+    groups: dict[str, list[tuple[int, SweepPoint]]] = {}
+    for number, point in enumerate(sweep.points):
+        client = {
+            k: v for k, v in point.case.resolved().items() if k not in ("attack", "knowledge", "selection", "name")
+        }
+        groups.setdefault(json.dumps(client, sort_keys=True, default=str), []).append((number, point))
+    return list(groups.values())
+
+
 def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int = 1) -> Iterator[Result]:
     """Run every point into its own folder and yield what it gave; what is finished is read, not run again.
 
@@ -203,13 +214,36 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: i
         BadInputError: the folder cannot be written.
     """
     found: dict[int, Result] = {}
-    held = _Held()
-    one_by_one = ((n, _run(point, sweep.utility, base, out, device, held)) for n, point in enumerate(sweep.points))
-    for number, result in one_by_one if jobs == 1 else _shared(sweep, base, out, device, jobs):
+    groups = client_groups(sweep) if jobs > 1 else [list(enumerate(sweep.points))]
+    for number, result in run_points(groups, sweep.utility, base, out, device, jobs):
         found[number] = result
-        _write(out / TABLE, [found[n] for n in sorted(found)])
+        write_table(out / TABLE, [found[n] for n in sorted(found)])
         step("points", len(found), len(sweep.points))
         yield result
+
+
+def run_points(
+    groups: Sequence[Sequence[tuple[int, SweepPoint]]],
+    cost: UtilityTable | None,
+    base: Path,
+    out: Path,
+    device: torch.device,
+    jobs: int = 1,
+) -> Iterator[tuple[int, Result]]:
+    """Run points into their own folders and yield the number of each with what it gave; see `run_sweep`.
+
+    Args:
+        groups: numbered points, those of one client together.
+        cost: how utility is measured; None: it is not.
+        base, out, device, jobs: as there.
+    """
+    if jobs > 1:
+        yield from _shared(groups, cost, base, out, device, jobs)
+        return
+    held = _Held()
+    for group in groups:
+        for number, point in group:
+            yield number, _run(point, cost, base, out, device, held)
 
 
 class _Held:
@@ -238,24 +272,24 @@ _HELD = _Held()
 """Of a process that runs points for another."""
 
 
-def _shared(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int) -> Iterator[tuple[int, Result]]:
+def _shared(
+    groups: Sequence[Sequence[tuple[int, SweepPoint]]],
+    cost: UtilityTable | None,
+    base: Path,
+    out: Path,
+    device: torch.device,
+    jobs: int,
+) -> Iterator[tuple[int, Result]]:
     """Run points in processes of their own; those of one client in the same, so that its utility is found once."""
-    groups: dict[str, list[tuple[int, SweepPoint]]] = {}
-    for number, point in enumerate(sweep.points):
-        client = {
-            k: v for k, v in point.case.resolved().items() if k not in ("attack", "knowledge", "selection", "name")
-        }
-        groups.setdefault(json.dumps(client, sort_keys=True, default=str), []).append((number, point))
     threads = max(1, (os.cpu_count() or 1) // jobs)
     how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     stop = how.Event()
     pool = ProcessPoolExecutor(jobs, how, _ready, (os.getpid(), threads, stop))
     try:
         waiting = [
-            pool.submit(_run_some, [p for _, p in group], sweep.utility, base, out, device, compile_steps())
-            for group in groups.values()
+            pool.submit(_run_some, [p for _, p in group], cost, base, out, device, compile_steps()) for group in groups
         ]
-        numbers = dict(zip(waiting, groups.values(), strict=True))
+        numbers = dict(zip(waiting, groups, strict=True))
         for done in as_completed(waiting):
             yield from zip([n for n, _ in numbers[done]], done.result(), strict=True)
     except BrokenProcessPool:
@@ -313,7 +347,12 @@ def _run(
     return Result(point, summary, tuple(records), utility=found)
 
 
-def _write(path: Path, results: Sequence[Result]) -> None:
+def write_table(path: Path, results: Sequence[Result]) -> None:
+    """Write the table of some results.
+
+    Raises:
+        BadInputError: the disk refuses.
+    """
     axes = list(results[0].point.values)
     kind = scores_of(name for r in results if r.summary is not None for name in r.summary.scores)
     names, main = kind.names, kind.main
