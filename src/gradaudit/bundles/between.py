@@ -24,6 +24,10 @@ _ALIKE = 0.5
 steps of AdamW, 0.09 with a random model of its shape, and a change in the place of weights has nothing of them."""
 
 
+_SAME = 0.99
+"""Cosine of weights and a change of about their size above which the change is no training's."""
+
+
 @dataclass(frozen=True)
 class _Trained:
     """A model at the weights before, and both states by its own names."""
@@ -161,18 +165,24 @@ def _changes(trained: _Trained) -> dict[str, Tensor]:
     found = {name: other[name] - one[name] for name in names if not torch.equal(one[name], other[name])}
     if not found:
         raise BadInputError("the weights before and after are the same: nothing was trained between them")
-    likeness = _cosine(one, other)
-    if likeness < _ALIKE:
+    likeness, ratio = _likeness(one, other)
+    # noise as large as the weights leaves less likeness too, and makes them larger
+    if likeness < _ALIKE and ratio < 1 / _ALIKE:
         raise BadInputError(
             f"the weights after are not those before, trained on (likeness {likeness:.2f}): they are of another model, "
             "or a change was given in their place"
         )
+    same, size = _likeness(one, {name: found.get(name, torch.zeros(())).expand_as(one[name]) for name in names})
+    if same > _SAME and size > _ALIKE:
+        raise BadInputError("the change is the weights themselves: weights were given where a change was expected")
     return found
 
 
-def _cosine(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    def product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-        return sum(float((a[name].double() * b[name].double()).sum()) for name in a)
+def _likeness(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the cosine of two models, and how many times the one the other is."""
 
-    size = (product(one, one) * product(other, other)) ** 0.5
-    return product(one, other) / size if size > 0 else 1.0
+    def product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+        return sum(float((a[name].detach().double() * b[name].detach().double()).sum()) for name in a)
+
+    own, others = product(one, one) ** 0.5, product(other, other) ** 0.5
+    return (product(one, other) / (own * others) if own * others > 0 else 0.0), others / own if own > 0 else 1.0
