@@ -281,6 +281,9 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
             a = load_file(before / "model.safetensors")
             save_file({k: v - a[k] for k, v in weights.items()}, where / "x.safetensors")
             return [before, where / "x.safetensors"], "a change was given"
+        case "weights for a change":
+            save_file({k: 2 * v for k, v in load_file(before / "model.safetensors").items()}, where / "x.safetensors")
+            return [before, where / "x.safetensors"], "weights were given where a change was expected"
         case "nothing changed":
             return [before, before], "are the same"
         case "infinite":
@@ -328,7 +331,8 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
 @pytest.mark.parametrize(
     "fault",
     ["code", "old pickle", "objects", "the moon", "another shape", "missing", "another family", "other weights",
-     "a change", "nothing changed", "infinite", "no tokenizer", "no model", "too few", "untied", "pickle folder",
+     "a change", "weights for a change", "nothing changed",
+     "infinite", "no tokenizer", "no model", "too few", "untied", "pickle folder",
      "none there", "dropout", "a dropout of one", "half a training", "a training", "a field", "a defense"],
 )  # fmt: skip
 def test_a_mistake_gets_one_sentence_and_nothing_is_written(folders, tmp_path, gradaudit, capsys, fault):
@@ -341,6 +345,15 @@ def test_a_mistake_gets_one_sentence_and_nothing_is_written(folders, tmp_path, g
     assert len(err.strip().splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == there
     assert not Path("/tmp/gradaudit-was-here").exists()
+
+
+def test_noise_far_above_the_weights_is_no_other_model(folders, tmp_path):
+    module, tokenizer, _ = trained(folders)
+    rng = np.random.default_rng(0)
+    before = as_file("arrays", module, tmp_path)
+    after = [value + rng.normal(0, 5, value.shape).astype(np.float32) for value in before]
+    package.bundle(before, after, out=tmp_path / "up", base=module, tokenizer=tokenizer)
+    assert load_bundle(tmp_path / "up").tensors
 
 
 def test_a_folder_that_is_no_bundle_is_not_replaced(folders, tmp_path):

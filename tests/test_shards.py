@@ -1,8 +1,12 @@
-"""A sweep in shards: together they give what one run gives, and what is missing is said."""
+"""A sweep in shards or on a cluster gives what one run gives, and what is missing is said."""
 
 from __future__ import annotations
 
 import csv
+import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +97,50 @@ def test_points_of_two_sweeps_are_not_mixed(sweep: Path, tmp_path: Path, gradaud
 def test_a_shard_that_is_none_is_refused(text):
     with pytest.raises(BadInputError, match="--shard takes K/N"):
         Shard.parse(text)
+
+
+REAL = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'gradaudit[ray]'"
+)
+
+
+@REAL
+def test_a_cluster_of_two_workers_one_of_them_killed_gives_the_table_of_one_run(sweep: Path, tmp_path: Path):
+    """The real Ray; the worker of one client kills itself once, as the machine would for want of memory."""
+    killed = tmp_path / "killed"
+    program = f"""
+import os
+from pathlib import Path
+from gradaudit.sweeps import cluster
+real = cluster._task
+def once(points, *more):
+    if points[0].case.defense and points[0].case.defense[0]["name"] == "sign" and not Path({str(killed)!r}).exists():
+        Path({str(killed)!r}).touch()
+        os.kill(os.getpid(), 9)
+    return real(points, *more)
+cluster._task = once
+from gradaudit import cli
+cli.main()
+"""
+    (tmp_path / "program.py").write_text(program, encoding="utf8")
+    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(tmp_path / "program.py"), "sweep", str(sweep), *arguments]
+        return subprocess.run(command, env=os.environ | told, capture_output=True, text=True, check=False)
+
+    first = run("--out", str(tmp_path / "many"), "--ray", "local")
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert killed.exists()
+    lost = [row for row in rows_of(tmp_path / "many") if "worker was lost" in row["error"]]
+    assert {row["defense"] for row in lost} == {"sign"}
+    assert len(lost) == 2
+    assert run("--out", str(tmp_path / "many"), "--ray", "local").returncode == 0
+    assert run("--out", str(tmp_path / "one")).returncode == 0
+    assert rows_of(tmp_path / "many") == rows_of(tmp_path / "one")
+
+
+def test_a_cluster_and_other_ways_to_share_are_not_mixed(sweep: Path, gradaudit):
+    code, _, err = gradaudit("sweep", sweep, "--ray", "local", "--jobs", "2")
+    assert code == 2
+    assert "leave --shard and --jobs away" in err

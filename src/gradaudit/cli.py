@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -61,6 +62,7 @@ from gradaudit.report.terminal import (
     sweep_table,
 )
 from gradaudit.scores import SCORES
+from gradaudit.sweeps.cluster import run_on_cluster
 from gradaudit.sweeps.frontier import frontiers
 from gradaudit.sweeps.shards import Shard, is_sharded, merge, run_shard, shard_groups
 from gradaudit.sweeps.sweep import TABLE, Result, load_sweep, run_sweep, write_table
@@ -436,6 +438,9 @@ def sweep(
     shard: Annotated[
         str | None, typer.Option(metavar="K/N", help="Run a part alone; 'gradaudit report' makes the table of all.")
     ] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Run the points on a Ray cluster (extra: ray); or 'local'.")
+    ] = None,
     compile_: Compile = False,
     as_json: Json = False,
     show_text: ShowText = False,
@@ -443,6 +448,9 @@ def sweep(
     """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
     asked = load_sweep(sweep_file, set_)
     part = None if shard is None else Shard.parse(shard)
+    if ray is not None and (part is not None or jobs > 1):
+        raise BadInputError("--ray shares the points among the cluster's workers: leave --shard and --jobs away")
+    runner = None if ray is None else partial(run_on_cluster, address=ray)
     folder = folder or Path("out") / sweep_file.stem
     place = _ready(device)
     results: list[Result] = []
@@ -454,7 +462,7 @@ def sweep(
         compiling(compile_),
     ):
         running = (
-            run_sweep(asked, base, folder, place, jobs)
+            run_sweep(asked, base, folder, place, jobs, runner)
             if part is None
             else run_shard(asked, part, base, folder, place, jobs)
         )

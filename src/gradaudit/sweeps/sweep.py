@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -189,6 +189,12 @@ def _words(value: Any) -> str:
     return str(value)
 
 
+Groups = Sequence[Sequence[tuple[int, SweepPoint]]]
+"""Numbered points, those of one client together."""
+Runner = Callable[[Groups, UtilityTable | None, Path, Path, torch.device], Iterator[tuple[int, Result]]]
+"""Runs groups of points; see `run_points`."""
+
+
 def client_groups(sweep: Sweep) -> list[list[tuple[int, SweepPoint]]]:
     """Return the points of each client, with their numbers from 0: what is found once for a client is shared."""
     groups: dict[str, list[tuple[int, SweepPoint]]] = {}
@@ -200,7 +206,9 @@ def client_groups(sweep: Sweep) -> list[list[tuple[int, SweepPoint]]]:
     return list(groups.values())
 
 
-def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int = 1) -> Iterator[Result]:
+def run_sweep(
+    sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: int = 1, runner: Runner | None = None
+) -> Iterator[Result]:
     """Run every point into its own folder and yield what it gave; what is finished is read, not run again.
 
     Args:
@@ -209,13 +217,19 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: i
         out: holds a folder a case, by its hash, and the table of all.
         device: where models go.
         jobs: processes that share the points; results come in the points' order with one, as they are ready with more.
+        runner: runs the groups of points in the place of this machine's processes.
 
     Raises:
         BadInputError: the folder cannot be written.
     """
     found: dict[int, Result] = {}
-    groups = client_groups(sweep) if jobs > 1 else [list(enumerate(sweep.points))]
-    for number, result in run_points(groups, sweep.utility, base, out, device, jobs):
+    apart = jobs > 1 or runner is not None
+    groups = client_groups(sweep) if apart else [list(enumerate(sweep.points))]
+    if runner is not None:
+        running = runner(groups, sweep.utility, base, out, device)
+    else:
+        running = run_points(groups, sweep.utility, base, out, device, jobs)
+    for number, result in running:
         found[number] = result
         write_table(out / TABLE, [found[n] for n in sorted(found)])
         step("points", len(found), len(sweep.points))
@@ -223,7 +237,7 @@ def run_sweep(sweep: Sweep, base: Path, out: Path, device: torch.device, jobs: i
 
 
 def run_points(
-    groups: Sequence[Sequence[tuple[int, SweepPoint]]],
+    groups: Groups,
     cost: UtilityTable | None,
     base: Path,
     out: Path,
@@ -273,7 +287,7 @@ _HELD = _Held()
 
 
 def _shared(
-    groups: Sequence[Sequence[tuple[int, SweepPoint]]],
+    groups: Groups,
     cost: UtilityTable | None,
     base: Path,
     out: Path,
@@ -287,7 +301,7 @@ def _shared(
     pool = ProcessPoolExecutor(jobs, how, _ready, (os.getpid(), threads, stop))
     try:
         waiting = [
-            pool.submit(_run_some, [p for _, p in group], cost, base, out, device, compile_steps()) for group in groups
+            pool.submit(run_some, [p for _, p in group], cost, base, out, device, compile_steps()) for group in groups
         ]
         numbers = dict(zip(waiting, groups, strict=True))
         for done in as_completed(waiting):
@@ -317,9 +331,10 @@ def _ready(parent: int, threads: int, stop: Event) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _run_some(
+def run_some(
     points: Sequence[SweepPoint], cost: UtilityTable | None, base: Path, out: Path, device: torch.device, compiled: bool
 ) -> list[Result]:
+    """Run points one after the other, in a process that another one started."""
     with compiling(compiled):
         return [_run(point, cost, base, out, device, _HELD) for point in points]
 
