@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import gradaudit as package
 from gradaudit.bundles.bundle import load_bundle
+from gradaudit.bundles.examine import examine
 from gradaudit.errors import AuditError, BadInputError
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -226,6 +227,41 @@ def test_adapters_and_their_base_make_a_bundle_that_is_read(folders, tmp_path, g
     assert code == 0, err
     words = {word["text"] for word in json.loads(out)["words"]}
     assert words == {word for text in TEXTS for word in text.split()}
+
+
+@pytest.mark.parametrize("form", ["sent by name", "in order", "whole state"])
+def test_a_federation_of_adapters_is_recorded_by_what_it_sends(folders, tmp_path, form):
+    module, tokenizer, _ = trained(folders, "llama")
+    how = peft.LoraConfig(task_type="SEQ_CLS", r=3, lora_alpha=6, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(module, how).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.copy_(0.1 * torch.randn(value.shape))
+
+    def sent() -> Any:
+        state = model.state_dict() if form == "whole state" else peft.get_peft_model_state_dict(model)
+        arrays = {name: value.numpy().copy() for name, value in state.items()}
+        return list(arrays.values()) if form == "in order" else arrays
+
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    before = sent()
+    ids, labels = batch["input_ids"], torch.tensor([1, 0])
+    told = LocalTraining("sgd", 0.1)
+    with package.capture(model, tmp_path / "one", tokenizer=tokenizer, what="delta", training=told, sentences=2):
+        model(input_ids=ids, attention_mask=batch["attention_mask"], labels=labels).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    package.bundle(before, sent(), out=tmp_path / "up", base=model, tokenizer=tokenizer, training=told, sentences=2,
+                   dropout=False)  # fmt: skip
+    one, other = (load_bundle(tmp_path / name) for name in ("one", "up"))
+    assert one.manifest.model.fingerprint == other.manifest.model.fingerprint
+    assert {name for name, value in one.tensors.items() if value.any()} == set(other.tensors)
+    assert all(torch.equal(one.tensors[name], value) for name, value in other.tensors.items())
+    found = examine(tmp_path / "up", None, [], "all", None, 0, torch.device("cpu"))
+    assert {word.text for word in found.words or ()} == {word for text in TEXTS for word in text.split()}
+    with pytest.raises(BadInputError, match=r"given in order|adapters do not have"):
+        package.bundle(before, {"strange": np.zeros(3)} if form != "in order" else [np.zeros(3)], out=tmp_path / "no",
+                       base=model, tokenizer=tokenizer)  # fmt: skip
 
 
 def test_attack_on_checkpoints_says_the_command(folders, tmp_path, gradaudit):

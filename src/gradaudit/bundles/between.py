@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gradaudit.bundles.bundle import MANIFEST, built_defenses, knowledge_problem, preflight, save_bundle
-from gradaudit.bundles.checkpoints import Weights, holds_adapter, read_module, read_tokenizer, read_weights
+from gradaudit.bundles.checkpoints import Weights, holds_adapter, in_order, read_module, read_tokenizer, read_weights
 from gradaudit.bundles.own_model import text_task, write_adapters, write_model
 from gradaudit.errors import BadInputError
 from gradaudit.files import replacing_folder
-from gradaudit.models.lora import AdapterConfig, add_adapters, read_adapter_config, saved_shapes
+from gradaudit.models.lora import AdapterConfig, PeftNames, add_adapters, read_adapter_config, saved_shapes
 from gradaudit.models.spec import Lora, Task
 from gradaudit.models.state import fingerprint_of
 from gradaudit.models.transformers import TransformersModel
@@ -61,7 +61,8 @@ def bundle(
         after: the weights that it sent, in any of these forms.
         out: folder of the bundle; a bundle already in it is replaced.
         base: folder of the model under adapters, or of configuration and tokenizer where `before` is no folder; a
-            transformers model itself in the latter case, which is left as it is.
+            transformers model itself in the latter case, which is left as it is. Of a peft model `before` and `after`
+            hold what clients send, and all else is the model's own.
         tokenizer: the model's, a folder or a hub id; as the checkpoints have it when None.
         dropout: True: on, at the model's rate; False: off; a rate; None: not known.
         training: how the steps were made; None: not known.
@@ -79,7 +80,10 @@ def bundle(
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInputError(f"{folder} is there and is no bundle; choose another folder")
     built_defenses(defenses or ())
-    trained = (_adapters if holds_adapter(before) or holds_adapter(after) else _whole)(before, after, base)
+    if getattr(base, "peft_config", None):
+        trained = _sent_adapters(before, after, base)
+    else:
+        trained = (_adapters if holds_adapter(before) or holds_adapter(after) else _whole)(before, after, base)
     folders = [place for place in (before, after, base) if isinstance(place, str | Path) and Path(place).is_dir()]
     words = read_tokenizer((tokenizer, *folders))
     tensors = _changes(trained)
@@ -154,13 +158,35 @@ def _adapters(before: Weights, after: Weights, base: Any) -> _Trained:
     return _Trained(module, task, config, start, dict(module_after.state_dict()))
 
 
+def _sent_adapters(before: Weights, after: Weights, base: Any) -> _Trained:
+    """Return a training of a peft model of which clients send what is trained, as federations of adapters do."""
+    if isinstance(before, str | Path) or isinstance(after, str | Path):
+        raise BadInputError("with a peft model as base, before and after are its tensors by name or in order")
+    adapted = PeftNames(base)
+    own = adapted.plain(base.state_dict())
+    order = adapted.sent_names()
+    states = []
+    for part, source in (("before", before), ("after", after)):
+        items = adapted.plain(source if isinstance(source, Mapping) else in_order(source, order, part))
+        surplus = sorted(set(items) - set(own))
+        if surplus or not items:
+            raise BadInputError(
+                f"{part} holds {surplus[0] if surplus else 'nothing'} that the base's adapters do not have"
+            )
+        shapes = {name: value for name, value in own.items() if name in items}
+        states.append(own | read_weights(items, shapes, part))
+    return _Trained(adapted.base, text_task(type(adapted.base).__name__), adapted.described(), states[0], states[1])
+
+
 def _changes(trained: _Trained) -> dict[str, Tensor]:
     """Return what changed, by parameter name; what did not was not trained.
 
     Raises:
         BadInputError: nothing did, or the weights after are not those before, trained on.
     """
-    names = [name for name, _ in trained.module.named_parameters()]
+    names = [name for name, _ in trained.module.named_parameters() if name in trained.before]
+    if trained.config is not None:
+        names = [name for name in trained.before if trained.before[name].is_floating_point()]
     one, other = ({n: state[n] for n in names} for state in (trained.before, trained.after))
     found = {name: other[name] - one[name] for name in names if not torch.equal(one[name], other[name])}
     if not found:

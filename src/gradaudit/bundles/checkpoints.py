@@ -174,7 +174,7 @@ def _from_file(path: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise BadInputError(f"no such checkpoint: {path}")
     if path.suffix == ".safetensors":
         with files.stored_tensors(path) as file:
-            _fit(_renamed(file.shapes, state), state, str(path))  # before anything is read
+            _fit(_renamed(file.shapes, state, str(path)), state, str(path))  # before anything is read
             return _named(file.read(file.shapes), state, str(path))
     if path.suffix == ".npz":
         return _named(_arrays(path, state), state, str(path))
@@ -218,11 +218,24 @@ def _arrays(path: Path, state: Mapping[str, Tensor]) -> dict[str, Any]:
                         else np.lib.format.read_array_header_2_0
                     )
                     shapes[name.removesuffix(".npy")] = read(file)[0]
-        _fit(_renamed(shapes, state), state, str(path))
+        _fit(_renamed(shapes, state, str(path)), state, str(path))
         with np.load(path, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
         raise BadInputError(f"{path} cannot be read as arrays of numbers ({first_line(error)})") from None
+
+
+def in_order(arrays: Sequence[Any], names: Sequence[str], where: str) -> dict[str, Any]:
+    """Return arrays by the names whose order they have.
+
+    Raises:
+        BadInputError: not as many.
+    """
+    if len(arrays) != len(names):
+        raise BadInputError(
+            f"{where}: {len(arrays)} arrays were given in order and the model sends {len(names)}; give them by name"
+        )
+    return dict(zip(names, arrays, strict=True))
 
 
 def _numbered(arrays: Sequence[Any]) -> dict[str, Any]:
@@ -230,15 +243,10 @@ def _numbered(arrays: Sequence[Any]) -> dict[str, Any]:
     return {f"arr_{number}": array for number, array in enumerate(arrays)}
 
 
-def _renamed(items: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
+def _renamed(items: Mapping[str, Any], state: Mapping[str, Tensor], where: str) -> dict[str, Any]:
     """Return items by the model's own names: of lists by their place, without what wrappers put before them."""
     if items and list(items) == list(_numbered(list(items))):
-        names = list(state)
-        if len(items) != len(names):
-            raise BadInputError(
-                f"{len(items)} arrays were given in order and the model's state has {len(names)}; give them by name"
-            )
-        return dict(zip(names, items.values(), strict=True))
+        return in_order(list(items.values()), list(state), where)
     found = dict(items)
     for wrapper in _WRAPPERS:
         if found and all(name.startswith(wrapper) for name in found):
@@ -266,7 +274,7 @@ def _fit(shapes: Mapping[str, Sequence[int]], state: Mapping[str, Tensor], where
 
 
 def _named(items: Mapping[str, Any], state: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    found = _renamed(items, state)
+    found = _renamed(items, state, where)
     for name, value in found.items():
         if not isinstance(value, Tensor | np.ndarray | np.generic):
             raise BadInputError(f"{where}: '{name}' is no array of numbers but a {type(value).__name__}")

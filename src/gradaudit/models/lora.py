@@ -159,6 +159,7 @@ class PeftNames:
     """
 
     def __init__(self, model: Any) -> None:
+        self.model = model
         active = model.active_adapters
         active = list(active() if callable(active) else active)  # transformers has a method, peft a property
         if len(active) != 1:
@@ -186,6 +187,12 @@ class PeftNames:
                 stem, inside, rest = plain.partition(".base_layer.")
                 found[plain if not inside or stem in adapted else f"{stem}.{rest}"] = value
         return found
+
+    def sent_names(self) -> list[str]:
+        """Return the names of what a federation of adapters sends, in peft's order."""
+        import peft
+
+        return list(peft.get_peft_model_state_dict(self.model, adapter_name=self.name))
 
     def described(self) -> AdapterConfig:
         """Return what decides what the active adapter computes."""
