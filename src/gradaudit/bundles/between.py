@@ -170,9 +170,8 @@ def _sent_adapters(before: Weights, after: Weights, base: Any) -> _Trained:
         items = adapted.plain(source if isinstance(source, Mapping) else in_order(source, order, part))
         surplus = sorted(set(items) - set(own))
         if surplus or not items:
-            raise BadInputError(
-                f"{part} holds {surplus[0] if surplus else 'nothing'} that the base's adapters do not have"
-            )
+            held = surplus[0] if surplus else "nothing"
+            raise BadInputError(f"the weights {part} hold {held}, which the base with its adapters does not have")
         shapes = {name: value for name, value in own.items() if name in items}
         states.append(own | read_weights(items, shapes, part))
     return _Trained(adapted.base, text_task(type(adapted.base).__name__), adapted.described(), states[0], states[1])
