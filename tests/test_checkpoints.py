@@ -210,7 +210,7 @@ def test_adapters_and_their_base_make_a_bundle_that_is_read(folders, tmp_path, g
     where = ("bundle", tmp_path / "up", "--before", tmp_path / "A", "--after", tmp_path / "B")
     code, _, err = gradaudit(*where)
     assert code == 2
-    assert "--base DIR" in err
+    assert "--base MODEL" in err
     told = ("--dropout", "off", "--optimizer", "sgd", "--learning-rate", "0.1", "--sentences", "2")
     code, _, err = gradaudit(*where, "--base", tmp_path / "base", *told)
     assert code == 0, err
@@ -331,7 +331,7 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
             return [before, after], "--tokenizer"
         case "no model":
             save_file(weights, where / "x.safetensors")
-            return [where / "x.safetensors", where / "x.safetensors", "--tokenizer", before], "--base DIR"
+            return [where / "x.safetensors", where / "x.safetensors", "--tokenizer", before], "--base MODEL"
         case "too few":
             np.savez(where / "x.npz", *[v.numpy() for v in weights.values()][:-1])
             return [before, where / "x.npz"], "arrays were given in order"
@@ -381,6 +381,22 @@ def test_a_mistake_gets_one_sentence_and_nothing_is_written(folders, tmp_path, g
     assert len(err.strip().splitlines()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == there
     assert not Path("/tmp/gradaudit-was-here").exists()
+
+
+def test_a_base_may_be_a_hub_id_and_one_that_is_not_to_be_had_is_named(folders, tmp_path, monkeypatch):
+    before, after, _ = two(folders, tmp_path)
+
+    def fetched(name: str, **_: Any) -> str:
+        if name != "owner/name":
+            raise OSError("404 Client Error")
+        return str(before)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    weights = [folder / "model.safetensors" for folder in (before, after)]
+    package.bundle(*weights, out=tmp_path / "up", base="owner/name")
+    assert load_bundle(tmp_path / "up").tensors
+    with pytest.raises(BadInputError, match=r"'owner/nmae' is no folder, .*404"):
+        package.bundle(*weights, out=tmp_path / "no", base="owner/nmae")
 
 
 def test_noise_far_above_the_weights_is_no_other_model(folders, tmp_path):

@@ -288,7 +288,8 @@ def bundle(
     ],
     after: Annotated[Path, typer.Option(help="Checkpoint that it sent.")],
     base: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Model under adapters, or of weights without a configuration.")
+        str | None,
+        typer.Option(metavar="MODEL", help="Folder or hub id: of adapters, or of weights without a configuration."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id.", show_default="the checkpoints'")] = None,
     dropout: Annotated[

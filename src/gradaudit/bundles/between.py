@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from gradaudit.bundles.bundle import MANIFEST, built_defenses, knowledge_problem, preflight, save_bundle
-from gradaudit.bundles.checkpoints import Weights, holds_adapter, in_order, read_module, read_tokenizer, read_weights
+from gradaudit.bundles.checkpoints import (
+    Weights,
+    folder_of,
+    holds_adapter,
+    in_order,
+    read_module,
+    read_tokenizer,
+    read_weights,
+)
 from gradaudit.bundles.own_model import text_task, write_adapters, write_model
 from gradaudit.errors import BadInputError
 from gradaudit.files import replacing_folder
@@ -60,9 +68,9 @@ def bundle(
             (.safetensors, .pt, .npz), tensors by name, or arrays in the order of the model's `state_dict`.
         after: the weights that it sent, in any of these forms.
         out: folder of the bundle; a bundle already in it is replaced.
-        base: folder of the model under adapters, or of configuration and tokenizer where `before` is no folder; a
-            transformers model itself in the latter case, which is left as it is. Of a peft model `before` and `after`
-            hold what clients send, and all else is the model's own.
+        base: folder, embedded name or hub id of the model under adapters, or of configuration and tokenizer where
+            `before` is no folder; a transformers model itself in the latter case, which is left as it is. Of a peft
+            model `before` and `after` hold what clients send, and all else is the model's own.
         tokenizer: the model's, a folder or a hub id; as the checkpoints have it when None.
         dropout: True: on, at the model's rate; False: off; a rate; None: not known.
         training: how the steps were made; None: not known.
@@ -84,8 +92,8 @@ def bundle(
         trained = _sent_adapters(before, after, base)
     else:
         trained = (_adapters if holds_adapter(before) or holds_adapter(after) else _whole)(before, after, base)
-    folders = [place for place in (before, after, base) if isinstance(place, str | Path) and Path(place).is_dir()]
-    words = read_tokenizer((tokenizer, *folders))
+    folders = [place for place in (before, after) if isinstance(place, str | Path) and Path(place).is_dir()]
+    words = read_tokenizer((tokenizer, *folders, folder_of(base) if isinstance(base, str | Path) else None))
     tensors = _changes(trained)
     with replacing_folder(folder) as draft:
         modes = [(part, part.training) for part in trained.module.modules()]
@@ -126,11 +134,11 @@ def _whole(before: Weights, after: Weights, base: Any) -> _Trained:
         start = dict(module.state_dict())
     elif base is None:
         raise BadInputError(
-            "weights without a configuration need the folder of their model: --base DIR, in Python base=..."
+            "weights without a configuration need the folder of their model: --base MODEL, in Python base=..."
         )
     else:
         module, task = (
-            read_module(Path(base)) if isinstance(base, str | Path) else (base, text_task(type(base).__name__))
+            read_module(folder_of(base)) if isinstance(base, str | Path) else (base, text_task(type(base).__name__))
         )
         start = read_weights(before, module.state_dict(), "before")
     return _Trained(module, task, None, start, read_weights(after, module.state_dict(), "after"))
@@ -142,7 +150,7 @@ def _adapters(before: Weights, after: Weights, base: Any) -> _Trained:
         other = after if holds_adapter(before) else before
         raise BadInputError(f"{other} holds no adapter and the other checkpoint does: give two adapter folders")
     if not isinstance(base, str | Path):
-        raise BadInputError("adapters need the model that they stand beside: --base DIR, in Python base=...")
+        raise BadInputError("adapters need the model that they stand beside: --base MODEL, in Python base=...")
     first, second = Path(str(before)), Path(str(after))
     config = read_adapter_config(first)
     if read_adapter_config(second) != config or saved_shapes(first) != saved_shapes(second):
@@ -150,10 +158,10 @@ def _adapters(before: Weights, after: Weights, base: Any) -> _Trained:
     shapes = saved_shapes(first)
     own = [name for name in shapes if ".lora_" not in name]
     head = next((shapes[name][0] for name in own if name.endswith("weight") and "dense" not in name), None)
-    module, task = read_module(Path(base), head, own)
+    module, task = read_module(folder_of(base), head, own)
     add_adapters(module, Lora(folder=str(first)), 0)
     start = {name: value.clone() for name, value in module.state_dict().items()}
-    module_after, _ = read_module(Path(base), head, own)
+    module_after, _ = read_module(folder_of(base), head, own)
     add_adapters(module_after, Lora(folder=str(second)), 0)
     return _Trained(module, task, config, start, dict(module_after.state_dict()))
 

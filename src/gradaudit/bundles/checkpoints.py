@@ -56,6 +56,27 @@ def _is_weights(path: Path) -> bool:
     return path.is_file() and path.suffix in (".safetensors", ".npz", *_PICKLED)
 
 
+def folder_of(name: str | Path) -> Path:
+    """Return the folder of a model by its path, embedded name or hub id.
+
+    Raises:
+        BadInputError: no such folder, and no hub that has it.
+    """
+    if Path(name).exists() or str(name).startswith((".", "/", "~")):
+        return Path(name)
+    if str(name) in EMBEDDED:
+        return EMBEDDED[str(name)].folder()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"]))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadInputError(
+            f"'{name}' is no folder, no embedded model ({', '.join(EMBEDDED)}) and no hub id that can be reached "
+            f"({first_line(error)})"
+        ) from None
+
+
 @quiet()
 def read_module(folder: Path, labels: int | None = None, given: Iterable[str] = ()) -> tuple[Any, Task]:
     """Return the model in a folder of `save_pretrained`, in float32, and what it is for.

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradaudit.bundles.between import bundle
 from gradaudit.bundles.bundle import MANIFEST
-from gradaudit.bundles.checkpoints import Weights, read_module, read_tokenizer
+from gradaudit.bundles.checkpoints import Weights, folder_of, read_module, read_tokenizer
 from gradaudit.errors import AuditError
 from gradaudit.types import LocalTraining
 
@@ -75,7 +75,7 @@ class Recorder:
         """Write what changed as the bundle of this name; see `gradaudit.bundle`."""
         if isinstance(self._model, str | Path):  # once, and not in every round
             self._tokenizer = read_tokenizer((self._tokenizer, self._model))
-            self._model = read_module(Path(self._model))[0]
+            self._model = read_module(folder_of(self._model))[0]
         out = self._folder / name
         bundle(before, after, out=out, base=self._model, tokenizer=self._tokenizer, **self._told)
         LOG.info("recorded %s", out)
