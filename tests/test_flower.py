@@ -22,7 +22,9 @@ from safetensors.torch import load_file
 
 from gradaudit.bundles.bundle import load_bundle, read_manifest
 from gradaudit.bundles.examine import examine
-from gradaudit.integrations.flower import AuditGrid, audit_mod
+from gradaudit.bundles.gate import Gate
+from gradaudit.errors import BadInputError
+from gradaudit.integrations.flower import AuditGrid, audit_mod, gate_mod
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.types import LocalTraining
@@ -151,6 +153,35 @@ def test_no_round_breaks_and_the_log_says_why(training, tmp_path, caplog, monkey
     assert not list((tmp_path / "up").glob("**/manifest.json"))
 
 
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [(Gate("decode", {"proven": 1}, ("proven>0",), 1.0), "closed"), (Gate("decode", {"proven": 0}, (), 1.0), None),
+     (Gate("decode", None, (), 60.0), "not decided"), (BadInputError("no room"), "not decided: no room"),
+     (ZeroDivisionError("a bug"), "the gate failed")],
+)  # fmt: skip
+def test_a_gate_holds_back_what_is_read_or_not_decided(training, monkeypatch, found, said):
+    made, before, after = training
+
+    def judged(*_: Any) -> Gate:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr("gradaudit.integrations.gatekeeper.gate", judged)
+    monkeypatch.setattr("gradaudit.integrations.flower._refused", lambda asked, why: (asked, why))
+    mod = gate_mod(model=made.module, tokenizer=made.tokenizer)
+    asked, reply = message(before), message(after)
+    answer = mod(asked, None, lambda *_: reply)
+    if said is None:
+        assert answer is reply
+    else:
+        assert answer[0] is asked
+        assert said in answer[1]
+    assert mod(message(before, kind="evaluate"), None, lambda *_: reply) is reply
+    empty = mod(asked, None, lambda *_: message(None))
+    assert "0 records of arrays" in empty[1], "what cannot be judged is not sent"
+
+
 def simulate(where: Path, program: str) -> None:
     """Run a program with the simulation engine in a process of its own, whose workers find the example."""
     paths = [str(EXAMPLE), str(where), *sys.path]
@@ -191,6 +222,7 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 from transformers import AutoModelForSequenceClassification
+from gradaudit.errors import BadInputError
 from gradaudit.integrations.flower import audit_mod
 
 
@@ -201,7 +233,7 @@ def record(folder):
 client, server = ClientApp(mods=[record("sent")]), ServerApp()
 
 
-@client.train(mods=[LocalDpMod(1.0, 1e-4, 10.0, 1e-5), record("trained")])
+@client.train(mods=[GATE, LocalDpMod(1.0, 1e-4, 10.0, 1e-5), record("trained")])
 def fit(message, context):
     state = {name: value + 0.1 for name, value in message.content["arrays"].to_torch_state_dict().items()}
     content = RecordDict({"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})})
@@ -221,7 +253,7 @@ def test_two_mods_measure_what_a_defense_between_them_does(folders, tmp_path):
     made = load_model(ModelSpec(f"random:{folders['bert']}"))
     made.module.save_pretrained(tmp_path / "model")
     made.tokenizer.save_pretrained(tmp_path / "model")
-    simulate(tmp_path, f"HERE = {str(tmp_path)!r}\n" + BEHIND + RUN)
+    simulate(tmp_path, f"HERE = {str(tmp_path)!r}\n" + BEHIND.replace("GATE, ", "") + RUN)
     norms = {}
     for side in ("sent", "trained"):
         made_ = sorted((tmp_path / side / "round-1").iterdir())
@@ -231,3 +263,15 @@ def test_two_mods_measure_what_a_defense_between_them_does(folders, tmp_path):
     count = sum(p.numel() for p in made.module.parameters())
     assert norms["trained"] == pytest.approx(0.1 * count**0.5, rel=1e-3)
     assert norms["sent"] == pytest.approx(1.0, rel=1e-2), "clipped to 1, and the noise is small"
+
+
+@REAL
+def test_a_closed_gate_sends_an_error_in_the_place_of_the_update(folders, tmp_path):
+    made = load_model(ModelSpec(f"random:{folders['bert']}"))
+    made.module.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    gate = "gate_mod(model=HERE + '/model', fail_on=['sentences>=0'], within=100, attack='blind', sentences=1), "
+    program = BEHIND.replace("GATE, ", gate).replace("import audit_mod", "import audit_mod, gate_mod")
+    simulate(tmp_path, f"HERE = {str(tmp_path)!r}\n" + program + RUN)
+    assert len(list((tmp_path / "trained" / "round-1").iterdir())) == 2
+    assert not (tmp_path / "sent").exists(), "what was trained was not sent"

@@ -11,7 +11,7 @@ import torch
 import gradaudit as package
 from gradaudit.audit.thresholds import parse
 from gradaudit.bundles.examine import examine
-from gradaudit.bundles.gate import COUNTS, USUAL, _judged, gate
+from gradaudit.bundles.gate import COUNTS, USUAL, gate, judged
 from gradaudit.errors import BadInputError
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -43,10 +43,10 @@ def test_an_update_that_is_read_closes_the_gate_and_nothing_of_it_is_printed(upd
 
 def test_what_is_read_without_proof_leaves_it_open_and_is_not_called_safe(update):
     found = examine(update, "blind", [], "all", None, 0, torch.device("cpu"))
-    judged = _judged(found, "blind", parse(USUAL, tuple(COUNTS)), 1.0)
-    assert not judged.crossed
-    assert judged.sentence.startswith("open: 'blind' read sentences 2")
-    assert "no sign of safety" in judged.sentence
+    opened = judged(found.as_json(), "blind", parse(USUAL, tuple(COUNTS)), 1.0)
+    assert not opened.crossed
+    assert opened.sentence.startswith("open: 'blind' read sentences 2")
+    assert "no sign of safety" in opened.sentence
 
 
 def test_time_that_is_over_is_no_pass(update, gradaudit):

@@ -14,16 +14,17 @@ import pytest
 import torch
 
 from gradaudit.bundles.bundle import load_bundle
+from gradaudit.bundles.gate import Gate
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'gradaudit[nvflare]'")
 
 from nvflare.apis.dxo import DXO, DataKind
-from nvflare.apis.filter import FilterChainType, FilterContextKey
+from nvflare.apis.filter import ContentBlockedException, FilterChainType, FilterContextKey
 from nvflare.apis.shareable import Shareable
 
-from gradaudit.integrations.nvflare import AuditFilter
+from gradaudit.integrations.nvflare import AuditFilter, GateFilter
 
 
 def context(own: str = "site-1", peer: str = "server") -> Any:
@@ -69,7 +70,7 @@ def test_two_filters_record_what_a_round_changed_and_filter_nothing(training, tm
 def test_nothing_breaks_and_the_log_says_why(training, tmp_path, caplog, monkeypatch, fault):
     folder, before, after = training
     recorder = AuditFilter(str(tmp_path / "up"), str(folder))
-    monkeypatch.setattr(AuditFilter, "_before", {})
+    monkeypatch.setattr("gradaudit.integrations.nvflare._BEFORE", {})
     if fault == "a bug":
         monkeypatch.setattr("gradaudit.integrations.recording.bundle", lambda *_, **__: 1 / 0)
     came = DataKind.WEIGHT_DIFF if fault == "a change came" else DataKind.WEIGHTS
@@ -86,6 +87,20 @@ def test_nothing_breaks_and_the_log_says_why(training, tmp_path, caplog, monkeyp
     }
     assert said[fault] in caplog.text
     assert not list(tmp_path.glob("up/**/manifest.json"))
+
+
+@pytest.mark.parametrize(("counts", "blocked"), [({"proven": 1}, True), ({"proven": 0}, False), (None, True)])
+def test_a_gate_blocks_what_is_read_or_not_decided(training, monkeypatch, counts, blocked):
+    folder, before, after = training
+    crossed = ("proven>0",) if counts and counts["proven"] else ()
+    monkeypatch.setattr("gradaudit.integrations.gatekeeper.gate", lambda *_: Gate("decode", counts, crossed, 1.0))
+    recorder = GateFilter(str(folder))
+    through(recorder, FilterChainType.TASK_DATA_CHAIN, DataKind.WEIGHTS, before)
+    if blocked:
+        with pytest.raises(ContentBlockedException, match="did not let the update out"):
+            through(recorder, FilterChainType.TASK_RESULT_CHAIN, DataKind.WEIGHTS, after)
+    else:
+        assert through(recorder, FilterChainType.TASK_RESULT_CHAIN, DataKind.WEIGHTS, after) is None
 
 
 CLIENT = """

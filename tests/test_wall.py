@@ -67,7 +67,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "judge": ("models", "client", "data", "leakage", "metrics", "record"),
     "audit": ("accounting", "attacks", "case", "client", "data", "defenses", "judge", "learned", "machine",
               "metrics", "models", "record"),
-    "bundles": ("accounting", "audit", "case", "data", "machine", "models"),
+    "bundles": ("accounting", "audit", "case", "data", "models"),
     "integrations": ("bundles",),
     "verdict": ("record",),
     "sweeps": ("accounting", "audit", "case", "client", "data", "defenses", "leakage", "machine", "metrics", "models",

@@ -269,7 +269,7 @@ def gate(
     as_json: Json = False,
 ) -> None:
     """Check an update before it is sent: attack it within a time, and exit 1 where too much was read."""
-    found = run_gate(folder, fail_on or USUAL, within, name, set_, _ready(device))
+    found = run_gate(folder, fail_on or USUAL, within, name, set_, device)
     if as_json:
         _print_json(found.as_json())
     else:

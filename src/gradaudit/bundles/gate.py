@@ -1,23 +1,25 @@
 """A gate before an update is sent: an attack within a time, and conditions on what it may read."""
 
-import multiprocessing
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from gradaudit.audit.thresholds import Threshold, parse
-from gradaudit.bundles.examine import Examination, examine, set_up, usual
-from gradaudit.errors import AuditError, BadInputError
+from gradaudit.bundles.examine import set_up, usual
+from gradaudit.errors import AuditError, BadInputError, ExitCode
 
-COUNTS: dict[str, Callable[[Examination], int]] = {
-    "proven": lambda found: (found.certificates or ()).count("proven"),
-    "certain_words": lambda found: sum(word.certain for word in found.words or ()),
-    "sentences": lambda found: len(found.texts),
-    "words": lambda found: found.named,
-    "images": lambda found: len(found.images or ()),
+COUNTS: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "proven": lambda found: (found["certificates"] or []).count("proven"),
+    "certain_words": lambda found: sum(word["certain"] for word in found["words"] or []),
+    "sentences": lambda found: len(found["texts"]),
+    "words": lambda found: len(found["words"] or []),
+    "images": lambda found: len(found["images"] or []),
 }
 """What can be counted of an attack's reading without the truth, the surest first."""
 USUAL = ("proven>0", "certain_words>0")
@@ -67,9 +69,9 @@ def gate(
     within: float = 60.0,
     attack: str | None = None,
     settings: Sequence[str] = (),
-    device: Any = None,
+    device: str = "cpu",
 ) -> Gate:
-    """Attack a bundle within a time, in a process of its own that is ended with it.
+    """Attack a bundle within a time, in a program of its own that is ended with it.
 
     Args:
         folder: the bundle.
@@ -77,7 +79,7 @@ def gate(
         within: seconds for all of it.
         attack: name of the attack; None for the usual one of such a bundle.
         settings: "field=value" overrides of its fields.
-        device: where it runs; the CPU when None.
+        device: "auto", "cpu" or "cuda".
 
     Raises:
         AuditError: what the attack on a bundle raises, or a condition that is none.
@@ -88,38 +90,41 @@ def gate(
         raise BadInputError(f"a gate needs a condition and a time above 0, got {len(limits)} and {within:g} s")
     attack = attack or usual(folder)
     set_up(attack, settings)  # what is no bundle or no attack is said at once
-    how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    ours, theirs = how.Pipe(duplex=False)
-    process = how.Process(target=_attack, args=(theirs, folder, attack, tuple(settings), device), daemon=True)
-    process.start()
-    theirs.close()
+    command = [
+        sys.executable,
+        "-m",
+        "gradaudit",
+        "attack",
+        str(folder),
+        "--attack",
+        attack,
+        "--device",
+        device,
+        "--json",
+    ]
+    command += [part for setting in settings for part in ("--set", setting)]
     try:
-        answer = ours.recv() if ours.poll(within) else None
-    except EOFError:
-        raise AuditError("the attack's process ended without an answer, perhaps for want of memory") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, AuditError):
-        raise answer
-    return _judged(answer, attack, limits, time.monotonic() - began)
+        # one line an error, however wide the terminal is
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=within, env=os.environ | {"COLUMNS": "10000"}, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Gate(attack, None, (), time.monotonic() - began)
+    if not done.stdout.strip():
+        said = (done.stderr.strip().splitlines() or ["it was killed, perhaps for want of memory"])[-1]
+        kind = BadInputError if done.returncode == ExitCode.BAD_INPUT else AuditError
+        raise kind(said.removeprefix("error: "))
+    return judged(json.loads(done.stdout), attack, limits, time.monotonic() - began)
 
 
-def _judged(answer: Examination | None, attack: str, limits: Sequence[Threshold], seconds: float) -> Gate:
-    if answer is None:
-        return Gate(attack, None, (), seconds)
-    counts = {name: count(answer) for name, count in COUNTS.items()}
-    return Gate(answer.attack, counts, tuple(str(one) for one in limits if one.met(counts[one.score])), seconds)
+def judged(found: Mapping[str, Any], attack: str, limits: Sequence[Threshold], seconds: float) -> Gate:
+    """Return what conditions say of an attack's reading.
 
-
-def _attack(pipe: Connection, folder: Path, attack: str, settings: Sequence[str], device: Any) -> None:
-    """Attack in a process of its own, and send what was read or why it was not."""
-    import torch
-
-    from gradaudit.machine import ready_process
-
-    ready_process()
-    try:
-        pipe.send(examine(folder, attack, settings, "all", None, 0, device or torch.device("cpu")))
-    except AuditError as error:
-        pipe.send(error)
+    Args:
+        found: the reading, as JSON of `gradaudit attack`.
+        attack: its name.
+        limits: the conditions.
+        seconds: that were taken.
+    """
+    counts = {name: count(found) for name, count in COUNTS.items()}
+    return Gate(attack, counts, tuple(str(one) for one in limits if one.met(counts[one.score])), seconds)

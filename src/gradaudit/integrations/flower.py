@@ -1,6 +1,6 @@
-"""Flower: updates recorded at the server, by a wrapped Grid, or at a client, by a mod.
+"""Flower: updates recorded at the server, by a wrapped Grid, or at a client, by a mod; a mod that may hold one back.
 
-Nothing of Flower is imported: both take what it hands them, so that they work with every version that hands it so.
+Recorders import nothing of Flower: they take what it hands them, so that they work with every version that hands it so.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from gradaudit.errors import BadInputError
+from gradaudit.integrations.gatekeeper import Gatekeeper
 from gradaudit.integrations.recording import Recorder, swallowing
 
+_CLOSED = 1000
+"""Code of the error that goes to the server in the place of an update; Flower's own are below 1000."""
 _ROUND = "server-round"
 """Under which Flower's strategies tell the round in a message's configuration."""
 
@@ -80,6 +83,38 @@ def audit_mod(folder: str | Path, *, model: Any, **told: Any) -> Callable[[Any, 
         return reply
 
     return mod
+
+
+def gate_mod(*, model: Any, **how: Any) -> Callable[[Any, Any, Callable[[Any, Any], Any]], Any]:
+    """Return a mod of a Flower client that attacks its update, and sends an error in its place where it is read.
+
+    It takes the time that it is given out of every round. As the outermost mod it judges what is really sent.
+
+    Args:
+        model: as `Gatekeeper` takes it, and all others as well.
+    """
+    keeper = Gatekeeper(model, **how)
+
+    def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+        if not _trains(message):
+            return call_next(message, context)
+        before = _weights(message)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        try:
+            why = keeper.refusal(before, _weights(reply))
+        except BadInputError as error:
+            why = f"not decided: {error}"
+        return reply if why is None else _refused(message, why)
+
+    return mod
+
+
+def _refused(message: Any, why: str) -> Any:
+    from flwr.app import Error, Message
+
+    return Message(Error(_CLOSED, f"gradaudit did not let the update out ({why})"), reply_to=message)
 
 
 def _trains(message: Any) -> bool:
