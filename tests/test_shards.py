@@ -140,6 +140,13 @@ cli.main()
     assert rows_of(tmp_path / "many") == rows_of(tmp_path / "one")
 
 
+@REAL
+def test_a_cluster_that_is_not_there_is_said_at_once(sweep: Path, tmp_path: Path, gradaudit):
+    code, _, err = gradaudit("sweep", sweep, "--out", tmp_path / "out", "--ray", "127.0.0.1:9")
+    assert code == 2
+    assert "no Ray cluster answers at '127.0.0.1:9'" in err
+
+
 def test_a_cluster_and_other_ways_to_share_are_not_mixed(sweep: Path, gradaudit):
     code, _, err = gradaudit("sweep", sweep, "--ray", "local", "--jobs", "2")
     assert code == 2

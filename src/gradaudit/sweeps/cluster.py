@@ -1,5 +1,6 @@
 """A sweep on a Ray cluster: a task for the points of each client, and one program that writes the table."""
 
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,12 @@ def _connected(address: str) -> Any:
         import ray
     except ImportError:
         raise BadInputError("a sweep on a Ray cluster needs the extra: pip install 'gradaudit[ray]'") from None
+    host, colon, port = address.partition(":")
     try:
+        if colon and port.isdigit():  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=None if address == "local" else address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInputError(f"no Ray cluster answers at '{address}' ({first})") from None
     return ray
