@@ -1,5 +1,6 @@
 """What a command line tells of a training between two checkpoints, and what the bundle then says of itself."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from gradaudit import files
-from gradaudit.bundles.bundle import TENSORS, read_manifest
+from gradaudit.bundles.bundle import TENSORS, read_knowledge, read_manifest
 from gradaudit.bundles.model import MODEL
 from gradaudit.case import parse_value
 from gradaudit.errors import BadInputError, unknown_name
@@ -16,6 +17,10 @@ from gradaudit.types import LocalTraining
 
 _SAMPLED = 100_000
 """Entries of a tensor that are looked at."""
+_AGREE = 0.25
+"""Of rows that only shrank, the middle deviation from the middle one, as a share of it, is below this."""
+_HALF = 2.0**-25
+"""Half the distance of the float32 numbers just below 1."""
 _EVEN = 0.9
 """Share of the largest change that the middle one has behind one step of Adam, whose changes are all of one size: 0.98
 and more there (MiniLM), below 0.2 behind SGD."""
@@ -98,13 +103,53 @@ def remarks(folder: Path) -> list[str]:
         found.append(f"the attacker is not told: {', '.join(unknown)}")
     if all(_fits_bfloat16(path) for path in (folder / MODEL).glob("*.safetensors")):
         found.append("all weights fit in bfloat16: what changed by less than its rounding is not in the update")
-    size = _even_change(folder / TENSORS)
-    if size is not None and known.get("training") is None:
+    size, told = _even_change(folder / TENSORS), read_knowledge(known).training
+    if size is not None and told is None:
         found.append(
             f"nearly all entries changed by {size:.3g}, as behind one step of Adam: if it was, "
             f"--optimizer adamw --learning-rate {size:.2g} lets the attack read more"
         )
+    steps = 1 if told is None else told.steps(known.get("batch_size") or 1)
+    rate = size if told is None else told.mean_rate(steps) * steps
+    decay = None if rate is None else _decay(folder, rate)
+    said = 0.0 if told is None else told.weight_decay
+    if decay is not None and rate is not None and abs(decay - said) > 0.1 * decay + _HALF / rate:
+        # one minus rate times decay was rounded: of what gives the same, the roundest
+        rounded = (float(f"{decay:.{digits}g}") for digits in (1, 2, 3))
+        likely = next((value for value in rounded if abs(value - decay) * rate <= _HALF), decay)
+        found.append(
+            f"words that were not trained on shrank as by a weight decay of {likely:g}"
+            + (f", and {said:g} was told" if told is not None else "")
+            + f": --set weight_decay={likely:g} lets the attack read more"
+        )
     return found
+
+
+def _decay(folder: Path, rate: float) -> float | None:
+    """Return the weight decay that most rows of the word embedding show; None where they do not agree.
+
+    Args:
+        folder: the bundle.
+        rate: the sum of all steps' learning rates.
+    """
+    config = json.loads((folder / MODEL / "config.json").read_text(encoding="utf8"))
+    with files.stored_tensors(folder / TENSORS) as file:
+        name = next((n for n, s in file.shapes.items() if len(s) == 2 and s[0] == config.get("vocab_size")), None)
+        if name is None:
+            return None
+        change = file.read([name])[name].double()
+    for path in (folder / MODEL).glob("*.safetensors"):
+        with files.stored_tensors(path) as file:
+            if name in file.shapes:
+                weight = file.read([name])[name].double()
+                break
+    else:
+        return None
+    kept = weight.square().sum(1) > 0
+    shrunk = -(change * weight).sum(1)[kept] / weight.square().sum(1)[kept]
+    middle = float(shrunk.median())
+    apart = float((shrunk - middle).abs().median())
+    return middle / rate if apart <= _AGREE * abs(middle) else None
 
 
 def _fits_bfloat16(path: Path) -> bool:
