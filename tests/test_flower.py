@@ -113,7 +113,7 @@ def test_a_mod_records_what_passes_through_it(training, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["folder", "module"])
-def test_every_and_most_limit_what_is_written(training, tmp_path, model):
+def test_every_and_most_limit_what_is_written(training, tmp_path, caplog, model):
     made, before, after = training
     made.module.save_pretrained(tmp_path / "m")
     made.tokenizer.save_pretrained(tmp_path / "m")
@@ -123,6 +123,7 @@ def test_every_and_most_limit_what_is_written(training, tmp_path, model):
         audit.send_and_receive([message(before, kind="evaluate")])
         audit.send_and_receive([message(before, round_=None if model == "folder" else number)])
     assert sorted(path.name for path in (tmp_path / "up").iterdir()) == ["round-1", "round-3"]
+    assert caplog.text.count("holds 2 bundles, and most = 2: no more are recorded") == 1
 
 
 @pytest.mark.parametrize(

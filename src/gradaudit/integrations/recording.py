@@ -64,12 +64,17 @@ class Recorder:
             "dropout": dropout,
             "defenses": defenses,
         }
-        self._every, self._most = every, most
+        self._every, self._most, self._said = every, most, False
 
     def due(self, number: int) -> bool:
         """Return whether a round, counted from 1, is recorded."""
+        if (number - 1) % self._every:
+            return False
         made = sum(1 for _ in self._folder.glob(f"**/{MANIFEST}")) if self._folder.is_dir() else 0
-        return (number - 1) % self._every == 0 and made < self._most
+        if made >= self._most and not self._said:
+            self._said = True
+            LOG.warning("%s holds %d bundles, and most = %d: no more are recorded", self._folder, made, self._most)
+        return made < self._most
 
     def write(self, name: str, before: Weights, after: Weights) -> None:
         """Write what changed as the bundle of this name; see `gradaudit.bundle`."""
