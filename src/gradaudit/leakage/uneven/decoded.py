@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Sea
 from gradaudit.leakage.decoding.word_signals import WordSignals
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
-from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, pulls
+from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, other_tokens, pulls
 from gradaudit.leakage.uneven.low_rank import FLOORS, Fitting, LowRank
 from gradaudit.leakage.uneven.overlooked import Candidate, overlooked
 from gradaudit.models.base import TextModel
@@ -335,7 +336,9 @@ class _Decoding:
 
     def told(self, inputs: MaskedInputs, left: Tensor | None = None) -> Explanation:
         """Return what the rows explain as they are."""
-        return explain(self.fitting, self.masked(inputs), [row.position for row in self.rows], self.rng, left)
+        masked = self.masked(inputs)
+        others = partial(other_tokens, masked, [row.position for row in self.rows])
+        return explain(self.fitting, masked, others, self.rng, left)
 
 
 def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Generator) -> DecodedChange | None:

@@ -1,7 +1,8 @@
 """Rows known exactly: their masks bit by bit, which of them do not hold, and what they explain of all that was sent."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Explanation:
         chi2: squared residuals of all entries per degree of freedom: 1 when the inputs are those of the batch.
         error: [n, r] the standard deviation of `left`.
         noise: [n, r] a draw of its error.
-        apart: by how much chi^2 would grow at least were a row another token's, under the mask that suits it best.
+        apart: [f] by how much chi^2 would grow at least were a row another token's, under the mask that suits it best.
         own: [r] by how much chi^2 would grow were the row left out, a signal: about 1 of a row that explains nothing.
         sharp: whether `chi2` would show a missing row, were it as weak as the weakest.
     """
@@ -57,14 +58,28 @@ class Explanation:
     chi2: float
     error: Tensor
     noise: Tensor
-    apart: float
+    apart: Tensor
     own: Tensor
     sharp: bool
 
     @property
     def whole(self) -> bool:
         """Say whether the rows explain all that was sent, to the last rounding, and no others would."""
-        return self.chi2 < EXPLAINED and self.apart > APART
+        return self.chi2 < EXPLAINED and bool((self.apart > APART).all())
+
+
+class Known(Protocol):
+    """Rows that are known, in units of the columns."""
+
+    @property
+    def others(self) -> Tensor:
+        """[e, d] directions of rows that are not known."""
+
+    def rows(self) -> Tensor:
+        """Return the known rows, then the others, [f + e, d]."""
+
+    def moves(self) -> Tensor:
+        """Return [f, d], what the exchange of a mask's bit adds to each coordinate."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +117,23 @@ class Masked:
 
 
 def explain(
-    fitting: Weighted, masked: Masked, positions: Sequence[int], rng: torch.Generator, left: Tensor | None = None
+    fitting: Weighted,
+    known: Known,
+    apart: Callable[[Tensor], Tensor],
+    rng: torch.Generator,
+    left: Tensor | None = None,
 ) -> Explanation:
     """Return the signals that explain the entries best by these rows alone, and what they leave.
 
     Args:
         fitting: of the entries.
-        masked: the rows.
-        positions: of each row.
+        known: the rows.
+        apart: [f] the least growth of chi^2 by another row in each one's place, from that by a square of each
+            coordinate, [f, d].
         rng: draws the noise of the signals.
         left: [n, r] signals to start from, in units of the lines; None for a start from nothing, floor by floor.
     """
-    seen, rows = fitting.seen, masked.rows()
+    seen, rows = fitting.seen, known.rows()
     for floor in FINE if left is None else ():
         left = fitting.signals(rows, floor, left)
     assert left is not None
@@ -124,17 +144,17 @@ def explain(
     free = int(fitting.there.sum()) - left.numel()
     noise = torch.randn(weights.shape, generator=rng).to(weights)
     drawn = solved(rows, weights, weights.sqrt() * noise)
-    apart = _apart(masked, positions, _judged(fitting, masked, FINE[-1], left).energy)
+    least = apart(_judged(fitting, known, FINE[-1], left).energy)
     alone = inverses(normal_matrices(rows, weights), _RIDGE).diagonal(dim1=1, dim2=2)
     own = left.square() / alone
     sharp = float(own.sum(0).min()) > (EXPLAINED - 1) * free
     chi2 = float(off.square().sum()) / free
     errors = alone.clamp_min(0).sqrt() * fitting.lines
-    return Explanation(left * fitting.lines, chi2, errors, drawn * fitting.lines, apart, own.mean(0), sharp)
+    return Explanation(left * fitting.lines, chi2, errors, drawn * fitting.lines, least, own.mean(0), sharp)
 
 
-def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
-    """Return the least growth of chi^2 by another token in one row's place, each coordinate kept or not as suits it.
+def other_tokens(masked: Masked, positions: Sequence[int], energy: Tensor) -> Tensor:
+    """Return [f] the least growth of chi^2 by another token in each row's place, coordinates kept or not as suits it.
 
     Args:
         masked: the rows.
@@ -143,7 +163,7 @@ def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
     """
     inputs, rate, rows = masked.inputs, masked.rate, masked.rows()
     every = torch.arange(inputs.model.vocabulary_size, device=energy.device)
-    least = float("inf")
+    least = torch.full_like(energy[:, 0], torch.inf)
     for position in sorted(set(positions)):
         here = [at for at, p in enumerate(positions) if p == position]
         for ids in torch.split(every, _WORDS):
@@ -157,11 +177,11 @@ def _apart(masked: Masked, positions: Sequence[int], energy: Tensor) -> float:
                 # what a few coordinates cost is a lower bound, by which most tokens are told
                 few = (energy[at] * typical).topk(min(_TELLING, len(typical))).indices
                 others = torch.arange(len(ids), device=energy.device)
-                others = others[_grown(pair, others, few, rows[at], energy[at]) < least]
+                others = others[_grown(pair, others, few, rows[at], energy[at]) < least[at]]
                 others = others[(clean[others] != masked.clean[at]).any(1)]
                 if len(others):
                     whole = torch.arange(len(typical), device=energy.device)
-                    least = min(least, float(_grown(pair, others, whole, rows[at], energy[at]).min()))
+                    least[at] = torch.minimum(least[at], _grown(pair, others, whole, rows[at], energy[at]).min())
     return least
 
 
@@ -189,7 +209,7 @@ class _Judged:
 
 
 def _judged(
-    fitting: Weighted, masked: Masked, floor: float, left: Tensor | None, columns: Tensor | None = None
+    fitting: Weighted, known: Known, floor: float, left: Tensor | None, columns: Tensor | None = None
 ) -> _Judged:
     """Judge every mask bit by the signals that the *other* columns fix.
 
@@ -198,7 +218,7 @@ def _judged(
     without it are L_i - A_i^-1 x_j w r / (1 - h), and what they leave of it r / (1 - h), with their own variance
     x_j^T A_i^-1 x_j / (1 - h). What rows that are not known bring to the column is free.
     """
-    rows, moves = masked.rows(), masked.moves()
+    rows, moves = known.rows(), known.moves()
     count = len(moves)
     left = fitting.signals(rows, floor, left)
     weights = fitting.weights(left @ rows, floor)
@@ -217,7 +237,7 @@ def _judged(
         weight = seen / (1 + seen * unsure / (1 - lever))
         own = without[:, :count]
         along = torch.einsum("nfj,nj->fj", own, weight * apart)
-        if len(masked.others):
+        if len(known.others):
             free = without[:, count:].permute(2, 1, 0)
             weighted = free * weight.T[:, None]
             inner = inverses(weighted @ free.mT, _RIDGE)
@@ -230,7 +250,7 @@ def _judged(
         energy = (torch.einsum("nfj,nj->fj", own.square(), weight) - taken).clamp_min(0)
         move = moves[:, some]
         gain[:, some] = 2 * move * along - move.square() * energy
-        if not len(masked.others):
+        if not len(known.others):
             # far from the truth the slope at a wrong fit says little: what a bit gains there is counted
             cost = (weight * apart.square()).mean(0)
             for at in torch.where(cost > _ASTRAY * cost.median())[0].tolist():

@@ -7,7 +7,7 @@ Dropout hardly matters: a masked row is nine tenths its clean one. Words that ar
 where the fit shows no direction of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,20 +45,18 @@ class Candidate:
 
 
 @torch.no_grad()
-def overlooked(
-    fitting: Weighted, masked: Masked, left: Tensor, floor: float, positions: Sequence[int], ids: Tensor
-) -> list[Candidate]:
-    """Return the words that explain most of what the rows leave, the best first.
+def loudest(
+    fitting: Weighted, rows: Tensor, left: Tensor, floor: float, batches: Iterable[Tensor]
+) -> list[tuple[float, int]]:
+    """Return which rows explain most of what known rows leave, the best first: squared errors of a line, and which.
 
     Args:
         fitting: of the entries.
-        masked: the rows that are known.
+        rows: [r, d] that are known, in units of the columns.
         left: [n, r] their signals, settled at the floor.
         floor: added to each entry's error.
-        positions: looked at.
-        ids: [V] tokens looked at.
+        batches: [c, d] rows that are compared, in units of the columns; numbered through.
     """
-    rows = masked.rows()
     fit = left @ rows
     weights = fitting.weights(fit, floor)
     inverse = inverses(normal_matrices(rows, weights), _RIDGE)
@@ -71,24 +69,42 @@ def overlooked(
     _, sizes, ways = torch.linalg.svd(pull / lines.sqrt(), full_matrices=False)
     ways = (ways[:_WAYS] * sizes[:_WAYS, None] / len(pull) ** 0.5).T.float()
     beside = torch.linalg.qr((rows * mean.sqrt()).T).Q.float() * mean.float().sqrt()[:, None]
-    rough: list[tuple[float, int, int]] = []
-    for position in positions:
-        for some in torch.split(ids, _WORDS):
-            x = _whole(masked, position, some).float()
-            size = x.square() @ mean.float()
-            own = size - (x @ beside).square().sum(1)
-            gains = torch.where(own > _OWN * size, (x @ ways).square().sum(1) / own, 0.0)
-            best, at = gains.topk(min(_CLOSER, len(some)))
-            rough += [(g, t, position) for g, t in zip(best.tolist(), some[at].tolist(), strict=True)]
-    rough = sorted(rough, reverse=True)[:_CLOSER]
+    rough: list[tuple[float, int, Tensor]] = []
+    done = 0
+    for several in batches:
+        x = several.float()
+        size = x.square() @ mean.float()
+        own = size - (x @ beside).square().sum(1)
+        gains = torch.where(own > _OWN * size, (x @ ways).square().sum(1) / own, 0.0)
+        best, at = gains.topk(min(_CLOSER, len(several)))
+        rough += [(g, done + n, several[n]) for g, n in zip(best.tolist(), at.tolist(), strict=True)]
+        rough = sorted(rough, key=lambda one: -one[0])[:_CLOSER]
+        done += len(several)
     found = []
-    for _, token, position in rough:
-        x = _whole(masked, position, torch.tensor([token], device=ids.device))[0]
+    for _, number, x in rough:
         cross = (weights * x) @ rows.T
         own = weights @ x.square() - torch.einsum("nr,nrs,ns->n", cross, inverse, cross)
         own = torch.where(own > _OWN * (weights @ x.square()), own, torch.inf)
-        found.append(Candidate(float(((pull @ x).square() / own).mean()), token, position))
-    return sorted(found, key=lambda one: -one.gain)
+        found.append((float(((pull @ x).square() / own).mean()), number))
+    return sorted(found, reverse=True)
+
+
+def overlooked(
+    fitting: Weighted, masked: Masked, left: Tensor, floor: float, positions: Sequence[int], ids: Tensor
+) -> list[Candidate]:
+    """Return the words that explain most of what the rows leave, the best first; see `loudest`.
+
+    Args:
+        fitting: of the entries.
+        masked: the rows that are known.
+        left: [n, r] their signals, settled at the floor.
+        floor: added to each entry's error.
+        positions: looked at.
+        ids: [V] tokens looked at.
+    """
+    rows = (_whole(masked, position, some) for position in positions for some in torch.split(ids, _WORDS))
+    heard = loudest(fitting, masked.rows(), left, floor, rows)
+    return [Candidate(gain, int(ids[at % len(ids)]), positions[at // len(ids)]) for gain, at in heard]
 
 
 def _whole(masked: Masked, position: int, ids: Tensor) -> Tensor:

@@ -7,7 +7,10 @@ least squares in which bounds come into force and go.
 
 from collections.abc import Sequence
 
+import numpy as np
+import scipy.sparse
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 
 from gradaudit.leakage.uneven.entries import Entries
@@ -24,11 +27,12 @@ _LINE_RIDGE = 1e-13
 _WIDE = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03)
 """Floors through which signals are found from nothing. Lines of which six in seven entries are bounds end in a valley
 where the first is 0.03 (SmolLM2, 1e-5: 5 of 960 lines, and a chi^2 of 3 million)."""
-_WIDE_AND_FINE = tuple(100 * 0.7**n for n in range(26))
-"""Floors for lines that are stuck: of one, 539 entries in 576 are bounds, and only so many steps find the way."""
-_STUCK, _FEW_STUCK = 10.0, 0.01
+_STUCK, _FEW_STUCK = 10.0, 0.15
 """Lines that leave so many times the median one's are stuck, where they are no more than this share: of more the rows
-are to blame (SmolLM2, 1e-5, 63 right rows: 1 line of 960 left two million times the median)."""
+are to blame (SmolLM2, 1e-5, right rows: of block 0's 960 lines 1 left two million times the median, of block 1's, where
+a twentieth of an entry's kind is known and the others are bounds, 60)."""
+_SURE = 4.0
+"""Standard deviations in which an entry lies: rounding, which is uniform, makes 1.7."""
 _POLISHES = 4
 """Turns of medians over lines and over columns until their units settle."""
 
@@ -114,10 +118,39 @@ class Weighted:
         left, cost = self._settled(rows, floor, left, torch.arange(len(left), device=left.device))
         stuck = torch.where(cost > _STUCK * cost.median())[0]
         if 0 < len(stuck) <= _FEW_STUCK * len(cost):
-            again, lower = self._descended(rows, floor, stuck, _WIDE_AND_FINE)
+            again, lower = self._settled(rows, floor, self._between(rows, left, stuck), stuck)
             better = lower < cost[stuck]
             left[stuck[better]] = again[better]
         return left
+
+    def _between(self, rows: Tensor, left: Tensor, lines: Tensor) -> Tensor:
+        """Return some lines' signals that keep to what each entry allows, or else miss it by as little as can be.
+
+        What an entry says is a pair of bounds, so that a linear program finds what descent from a wrong side does not.
+        """
+        seen, unit = self.seen, self.unit[lines]
+        exact = torch.zeros_like(unit)
+        own = seen.step.slope(left[lines] @ rows * unit) * self._own[lines] * unit
+        error = _SURE * seen.spread[lines].hypot(own)
+        pairs = []
+        for sign in (-1, 1):
+            bound, told = seen.step.behind(seen.sent[lines] + sign * error, exact)
+            pairs.append(torch.where(told, bound / unit, sign * torch.inf).cpu().numpy())
+        across = rows.T.cpu().numpy()
+        width, count = across.shape
+        # signals, then by how much each entry is missed, in units of the entries
+        missed = -scipy.sparse.eye_array(width)
+        sides = [scipy.sparse.hstack([sign * scipy.sparse.csr_array(across), missed]) for sign in (-1, 1)]
+        matrix = scipy.sparse.vstack(sides, format="csr")
+        cost = np.r_[np.zeros(count), np.ones(width)]
+        limits = [(None, None)] * count + [(0, None)] * width
+        found = []
+        for low, high in zip(*pairs, strict=True):
+            most = np.r_[-low, high]
+            there = np.isfinite(most)
+            told = linprog(cost, matrix[there], most[there], bounds=limits, method="highs")
+            found.append(torch.zeros(count) if told.x is None else torch.from_numpy(told.x[:count]))
+        return torch.stack(found).to(left)
 
     def _descended(self, rows: Tensor, floor: float, lines: Tensor, floors: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Return some lines' signals found from nothing, floor by floor, and what each leaves; see `signals`."""
