@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from gradaudit.attacks.base import Attack, _checksum
+from gradaudit.attacks.base import Attack
 from gradaudit.client.client import Client
 from gradaudit.errors import AuditError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.priors import frequent_tokens, frequent_words
+from gradaudit.models.state import digest_of
 from gradaudit.registry import build, describe, known
 from gradaudit.streams import stream
 from gradaudit.types import Given, Knowledge, LocalTraining, Observation, Reconstruction
@@ -181,6 +182,12 @@ class Rogue(Attack):
                 first.add_(1.0)
         elif self.deed == "writes past autograd":
             first.data.add_(1.0)
+        elif self.deed == "swaps rows":
+            first.data[[5, 6]] = first.data[[6, 5]]
+        elif self.deed == "puts others in their place":
+            module.classifier.weight = torch.nn.Parameter(module.classifier.weight + 1)
+        elif self.deed == "swaps rows of what it saw":
+            seen.tensors["bert.pooler.dense.weight"][[0, 1]] = seen.tensors["bert.pooler.dense.weight"][[1, 0]]
         elif self.deed == "writes into what it saw":
             next(iter(seen.tensors.values())).zero_()
         elif self.deed == "freezes":
@@ -212,7 +219,8 @@ def test_gradients_are_cleared_even_after_an_error(fresh, fails):
     assert_unchanged(model, before)
 
 
-@pytest.mark.parametrize("deed", ["writes", "writes past autograd", "writes into what it saw", "freezes", "trains",
+@pytest.mark.parametrize("deed", ["writes", "writes past autograd", "writes into what it saw", "swaps rows",
+                                  "swaps rows of what it saw", "puts others in their place", "freezes", "trains",
                                   "hooks"])  # fmt: skip
 def test_an_attack_that_changes_the_model_is_caught(fresh, deed):
     _, seen = fresh
@@ -351,13 +359,13 @@ def test_blind_guesses_frequent_words_and_looks_at_no_tensor(load, family, task)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_every_entry_counts_in_the_checksum(dtype):
-    """Whatever the number of bytes: the last few, fewer than eight, are summed by themselves."""
+def test_every_entry_counts_in_the_digest(dtype):
+    """Whatever the number of bytes, and however the tensor lies in memory."""
     whole = torch.arange(1, 16, dtype=dtype)
     for value in (whole, whole[1:], whole[3:8], whole[:9].view(3, 3).T, whole[4]):
-        before = _checksum(value)
-        assert before == _checksum(value.clone())
+        before = digest_of(value)
+        assert before == digest_of(value.clone())
         for n in range(value.numel()):
             other = value.clone(memory_format=torch.contiguous_format)
             other.view(-1)[n] += 1
-            assert _checksum(other) != before, n
+            assert digest_of(other) != before, n

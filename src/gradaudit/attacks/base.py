@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
 import torch
-from torch import Tensor
 from typing_extensions import TypeVar
 
 from gradaudit.defense_traits import OF_MEANS, Trait, traits_of, with_trait
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.guess_back import guess_back
 from gradaudit.models.base import Model, TextModel
+from gradaudit.models.state import digest_of
 from gradaudit.types import Observation, Reconstruction
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Attack(ABC, Generic[M]):
             )
         if not self.takes(seen.model.spec.task):
             raise NotSupportedError(f"attack '{self.name}' does not support task '{seen.model.spec.task}'")
-        before = _numbers(seen)
+        before = _digests(seen)
         restore = seen.model.remember()
         broken: BaseException | None = None
         try:
@@ -105,7 +106,7 @@ class Attack(ABC, Generic[M]):
             raise
         finally:
             mended = restore()
-            if mended or _numbers(seen) != before:
+            if mended or _digests(seen) != before:
                 raise ModelChangedError(
                     f"attack '{self.name}' changed the model; an attack must leave it as it was"
                 ) from broken
@@ -194,15 +195,8 @@ class ModelChangedError(RuntimeError):
     """An attack wrote into the model or into what it saw: every later number would be about another model."""
 
 
-def _numbers(seen: Observation[Model]) -> list[int]:
-    """Return checksums of all weights and of all that was seen; in-place writes of any kind change them."""
-    return [_checksum(t.detach()) for t in (*seen.model.parameters().values(), *seen.tensors.values())]
-
-
-def _checksum(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bytes, eight at a time: as int64 nothing is converted on the way, and it wraps."""
-    data = tensor.reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = len(data) // 8 * 8
-    return int(data[:whole].view(torch.int64).sum()) ^ int(data[whole:].sum())
+def _digests(seen: Observation[Model]) -> list[str]:
+    """Return a sha256 of every weight and of every tensor that was seen: in-place writes of any kind change them."""
+    tensors = (*seen.model.parameters().values(), *seen.tensors.values())
+    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter
+        return list(pool.map(digest_of, tensors))

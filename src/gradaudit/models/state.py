@@ -21,7 +21,8 @@ def remember(module: nn.Module) -> Callable[[], bool]:
     hooks = [{kind: dict(getattr(m, kind)) for kind in _HOOKS} for m in modules]
 
     def restore() -> bool:
-        changed = False
+        now = dict(module.named_parameters())
+        changed = now.keys() != parameters.keys() or any(p is not now[name] for name, p in parameters.items())
         for name, p in parameters.items():
             p.grad = None
             changed |= p.requires_grad != flags[name]
@@ -44,5 +45,14 @@ def fingerprint_of(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+        digest.update(_bytes(value))
     return digest.hexdigest()
+
+
+def digest_of(value: Tensor) -> str:
+    """Return the sha256 of a tensor's entries, in their order."""
+    return hashlib.sha256(_bytes(value)).hexdigest()
+
+
+def _bytes(value: Tensor) -> memoryview:
+    return value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data
