@@ -162,6 +162,18 @@ def test_fail_on(gradaudit, case: Path, tmp_path: Path, limit: str, code: int):
     assert ("threshold crossed" in err) is bool(code)
 
 
+def test_a_threshold_that_no_batch_can_cross_says_so(gradaudit, folders, tmp_path: Path):
+    """Single words have no ROUGE-2: to end with 0 would call a total leak harmless."""
+    (tmp_path / "rows.csv").write_text("text,label\nriver,0\n", encoding="utf8")
+    case = tmp_path / "case.toml"
+    case.write_text(f'model = "random:{folders["bert"]}"\n[data]\npath = "rows.csv"\nlabel = "label"\n'
+                    '[attack]\nname = "dager"\n')  # fmt: skip
+    code, _, err = gradaudit("run", case, "--out", tmp_path / "o", "--json", "--fail-on", "rouge2>=20")
+    assert code == 3
+    assert "rouge2>=20 cannot be judged" in err
+    assert gradaudit("run", case, "--out", tmp_path / "o", "--json", "--fail-on", "rouge1>=20")[0] == 1
+
+
 def test_every_batch_failing_is_inconclusive(gradaudit, case: Path, tmp_path: Path):
     code, out, err = gradaudit("run", case, "--out", tmp_path / "o", "--json", "--set", 'selection.tensors="0:f"')
     assert code == 3

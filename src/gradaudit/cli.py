@@ -201,6 +201,9 @@ def run(
         raise typer.Exit(ExitCode.THRESHOLD_CROSSED)
     if summary.failed == summary.n:
         raise _inconclusive("every batch failed, see the errors above; a failed attack is no sign of safety")
+    blind = [str(t) for t in limits if t.undefined(summary)]
+    if blind:
+        raise _inconclusive(f"{', '.join(blind)} cannot be judged: no batch here has that score; choose another")
 
 
 @app.command()

@@ -30,14 +30,20 @@ class Threshold:
 
     def crossed(self, summary: Summary) -> bool:
         """Return whether the run's mean score meets the condition; an undefined score does not."""
-        interval = summary.sensitive if self.score == _SENSITIVE else summary.scores.get(self.score)
-        if interval is None or interval.mean is None:
-            return False
-        return self.met(interval.mean)
+        mean = self._mean(summary)
+        return mean is not None and self.met(mean)
 
     def met(self, value: float) -> bool:
         """Return whether a number meets the condition."""
         return bool(_COMPARE[self.sign](value, self.value))
+
+    def undefined(self, summary: Summary) -> bool:
+        """Return whether the run has no such score at all: then not to be crossed says nothing."""
+        return self._mean(summary) is None
+
+    def _mean(self, summary: Summary) -> float | None:
+        interval = summary.sensitive if self.score == _SENSITIVE else summary.scores.get(self.score)
+        return None if interval is None else interval.mean
 
     def __str__(self) -> str:
         return f"{self.score}{self.sign}{self.value:g}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradaudit.metrics.align import assign
-from gradaudit.metrics.rouge import KINDS, has_bigram, rouge
+from gradaudit.metrics.rouge import KINDS, ascii_rouge, has_bigram, rouge
 from gradaudit.record import Mark
 
 Scores = dict[str, float | None]
@@ -40,7 +40,7 @@ class AlignedPair:
 def align(originals: Sequence[ScoredSentence], guesses: Sequence[ScoredSentence]) -> list[AlignedPair]:
     """Return one pair an original: one to one, Hungarian on ROUGE-L; equal token ids are preferred among ties."""
     table = [[rouge(o.text, g.text) for g in guesses] for o in originals]
-    # ROUGE does not see punctuation or case: among equals, the guess with equal tokens must win
+    # ROUGE does not see case, nor punctuation beside words: among equals, the guess with equal tokens must win
     similarity = [
         [cell["rougeL"] + 1e-3 * token_accuracy(o.ids, g.ids) for g, cell in zip(guesses, row, strict=True)]
         for o, row in zip(originals, table, strict=True)
@@ -78,21 +78,29 @@ def score(pairs: Sequence[AlignedPair]) -> Scores:
 
 def _with_replacement(originals: Sequence[ScoredSentence], guesses: Sequence[ScoredSentence]) -> Scores:
     """Each original takes its best guess for each score, with replacement (Grab; DAGER on decoders)."""
-    table = [[rouge(o.text, g.text) for g in guesses] for o in originals]
+    table = [[ascii_rouge(o.text, g.text) for g in guesses] for o in originals]
     return {k: sum(max((c[k] for c in row), default=0.0) for row in table) / len(originals) for k in KINDS}
 
 
 def _special_kept(originals: Sequence[ScoredSentence], guesses: Sequence[ScoredSentence]) -> Scores:
     """Special tokens kept, Hungarian on ROUGE-1 (LAMP, partial gradients)."""
-    table = [[rouge(o.with_special, g.with_special) for g in guesses] for o in originals]
+    table = [[ascii_rouge(o.with_special, g.with_special) for g in guesses] for o in originals]
     pairing = assign([[cell["rouge1"] for cell in row] for row in table])
     picked = [None if at is None else table[row][at] for row, at in enumerate(pairing)]
     return {k: sum(cell[k] for cell in picked if cell) / len(originals) for k in KINDS}
 
 
+def _ascii_words(originals: Sequence[ScoredSentence], guesses: Sequence[ScoredSentence]) -> Scores:
+    """As ours, one to one, over a to z and digits alone: other scripts score 0 (the rouge-score package)."""
+    pairs = align(originals, guesses)
+    cells = [ascii_rouge(p.original.text, p.guess.text) if p.guess else dict.fromkeys(KINDS, 0.0) for p in pairs]
+    return {k: sum(cell[k] for cell in cells) / len(originals) for k in KINDS}
+
+
 PUBLISHED: dict[str, Callable[[Sequence[ScoredSentence], Sequence[ScoredSentence]], Scores]] = {
     "max-with-replacement": _with_replacement,
     "special-tokens-kept": _special_kept,
+    "ascii-words": _ascii_words,
 }
 """The papers' own scorings, by the name used in [metrics] published = [...]."""
 
