@@ -18,9 +18,13 @@ import gradaudit
 import gradaudit.models.base
 import gradaudit.models.views
 from gradaudit.attacks.base import Attack
+from gradaudit.audit.batch import chance, sent
+from gradaudit.audit.prepare import prepare, private_batch
+from gradaudit.case import parse_case
 from gradaudit.client.client import Client
 from gradaudit.models.base import Model
 from gradaudit.registry import known
+from gradaudit.streams import draw_seed, stream
 from gradaudit.types import (
     Batch,
     Given,
@@ -283,3 +287,28 @@ def test_no_chain_of_references_leads_back_to_the_batch(load, family, task, trai
             assert item not in secret
     assert id(model.module) in reached, "the walk goes through the model"
     assert any(t is seen.tensors[next(iter(seen.tensors))] for t in reached.values())
+
+
+def test_no_attack_can_draw_the_clients_noise_again(folders, tmp_path):
+    """An attack that knows every seed, place and setting, and regenerates the noise to subtract it, gains nothing."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\nriver stone,0\nquiet garden,1\n")
+    noise = {"name": "gaussian", "sigma": 1.0}
+    told = {"model": f"random:{folders['bert']}", "attack": {"name": "decode"}, "defense": [noise], "seed": 3}
+    ready = prepare(parse_case(told | {"data": {"path": str(rows), "label": "label"}}), tmp_path, torch.device("cpu"))
+    batch = private_batch(ready, 0)
+    _, seen = sent(ready, batch, 0)
+    clean = Client(ready.model).update(batch, stream(0, "any")).tensors
+    (defense,) = ready.client.defenses
+
+    def left_of(rng: torch.Generator) -> float:
+        """Return how far an update is from the clean one once the noise that a stream gives is taken off."""
+        added = defense.on_update(
+            {n: torch.zeros_like(t) for n, t in clean.items()}, stream(draw_seed(rng), "defense", 0)
+        )
+        return max(float((seen.tensors[name] - added[name] - clean[name]).abs().max()) for name in clean)
+
+    assert seen.model.spec.seed == 3, "the attack may know how the model was made"
+    assert left_of(stream(seen.model.spec.seed, "client", 0)) > 1.0
+    assert left_of(chance(ready, ready.rows.batch([1]), 0)) > 1.0, "with another batch at hand"
+    assert left_of(chance(ready, batch, 0)) < 1e-4, "the test draws as the client does: only the truth gives its noise"

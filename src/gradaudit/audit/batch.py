@@ -1,10 +1,13 @@
 """One batch: the client sends its update, the attack reads it, the judge compares."""
 
+import hashlib
 import json
 from functools import partial
 from typing import Any
 
+import torch
 from pydantic import BaseModel
+from torch import Tensor
 
 from gradaudit.audit.prepare import Prepared, private_batch
 from gradaudit.audit.run_attack import attempt
@@ -18,9 +21,27 @@ from gradaudit.streams import stream
 from gradaudit.types import Observation, Private, Update
 
 
+def chance(ready: Prepared, batch: Private, index: int) -> torch.Generator:
+    """Return the client's random stream for one batch, which nobody who has not the batch can draw again.
+
+    A case's seed is no secret: it is small, most are 0, and the model's own random weights come from it. An attack that
+    knew the stream would subtract the noise of a defense and see every dropout mask.
+    """
+    return stream(ready.case.seed, "client", index, digest(batch))
+
+
+def digest(batch: Private) -> str:
+    """Return the sha256 of all that a private batch holds."""
+    found = hashlib.sha256()
+    for name, value in vars(batch).items():
+        held = value.cpu().contiguous().view(torch.uint8).numpy().tobytes() if isinstance(value, Tensor) else value
+        found.update(repr((name, held)).encode())
+    return found.hexdigest()
+
+
 def sent(ready: Prepared, batch: Private, index: int) -> tuple[Update, Observation[Any]]:
     """Return the update of one batch and what the attacker sees of it."""
-    update = ready.client.update(batch, stream(ready.case.seed, "client", index))
+    update = ready.client.update(batch, chance(ready, batch, index))
     knowledge = knowledge_of(batch, update, ready.case.knowledge.given())
     return update, observation(ready.model, update, ready.selection, knowledge, ready.in_sight)
 
@@ -37,7 +58,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, BaseModel]:
     """
     case, attack = ready.case, ready.attack
     batch: Private = private_batch(ready, index)
-    judge = ready.judge.ordered(ready.client.order(len(batch), stream(case.seed, "client", index)))
+    judge = ready.judge.ordered(ready.client.order(len(batch), chance(ready, batch, index)))
     update, seen = sent(ready, batch, index)
     blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
     baseline = judge.judge(batch, blind)
