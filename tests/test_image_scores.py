@@ -36,6 +36,15 @@ def images(n: int, seed: int, shape: tuple[int, ...] = (1, 12, 10)) -> torch.Ten
     return torch.rand(n, *shape, generator=torch.Generator().manual_seed(seed))
 
 
+def test_what_was_found_keeps_the_labels_of_its_originals():
+    batch = ImageBatch(images(3, 1), torch.tensor([1, 0, 2]))
+    guessed = ImageJudge().guessed(batch, Reconstruction(images=batch.images[[2, 0]]))
+    assert torch.equal(guessed.images, batch.images[[2, 0]])
+    assert guessed.labels.tolist() == [2, 1]
+    broken = torch.cat([batch.images[1:], torch.full_like(batch.images[:1], float("nan"))])
+    assert ImageJudge().guessed(batch, Reconstruction(images=broken)).labels.tolist() == [0, 2], "NaN is no picture"
+
+
 def test_scores_by_hand():
     ours = torch.zeros(3, 1, 8, 8)
     theirs = torch.stack([torch.zeros(1, 8, 8), torch.full((1, 8, 8), 0.1), torch.ones(1, 8, 8)])

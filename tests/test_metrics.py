@@ -276,3 +276,19 @@ def test_failures_stay_in_the_mean_as_0():
 
 def test_words_are_plain_enough_for_rouge():
     assert rouge(" ".join(WORDS[:40]), " ".join(WORDS[40:80]))["rouge1"] == 0.0
+
+
+def test_what_was_found_keeps_the_labels_of_its_originals(load):
+    """Found in another order than the batch's, with the truth's labels: the diagnosis would blame the optimizer."""
+    model = load("bert")
+    batch = batch_of(model, ["river stone", "quiet garden", "blue paper"], [1, 0, 0])
+    rows = [tuple(row) for row in batch.sequences()]
+    judge, surplus = TextJudge(model), tuple(batch_of(model, ["cold window"]).sequences()[0])
+    for order in ([1, 2, 0], [2, 0], [1, 3, 0, 2]):
+        found = Reconstruction(tuple([*rows, surplus][n] for n in order))
+        guessed = judge.guessed(batch, found)
+        kept = [n for n in order if n < 3]
+        assert [tuple(row) for row in guessed.sequences()] == [rows[n] for n in kept]
+        assert guessed.labels.tolist() == [[1, 0, 0][n] for n in kept]
+    told = judge.guessed(batch, Reconstruction((rows[1], rows[0]), labels=(1, 1)))
+    assert told.labels.tolist() == [1, 1], "what the attack says of labels is its own"

@@ -63,9 +63,9 @@ class ImageJudge(Judge[ImageBatch]):
     def guessed(self, batch: ImageBatch, found: Reconstruction) -> ImageBatch | None:
         if found.images is None or len(found.images) == 0:
             return None
-        images, known = found.images.cpu(), found.labels if found.labels is not None else tuple(batch.labels.tolist())
-        places = list(range(len(images)))
-        if len(images) > len(batch):  # as in the scores, those that were held against an original
-            places = sorted(p.at for p in align_images(batch.images.cpu(), images) if p.at is not None)
-        labels = torch.tensor([known[at % len(known)] for at in places])
-        return ImageBatch(images[places], labels) if places else None
+        # the truth's labels stand in the batch's order, what was found in any
+        pairs = align_images(batch.images.cpu(), found.images.cpu())
+        own = {p.at: int(label) for p, label in zip(pairs, batch.labels, strict=True) if p.at is not None}
+        places = sorted(own)
+        labels = torch.tensor([own[at] if found.labels is None else found.labels[at] for at in places])
+        return ImageBatch(found.images.cpu()[places], labels) if places else None

@@ -124,7 +124,19 @@ class TextJudge(Judge[Batch]):
         return replace(self.judge(batch, Reconstruction()), sentences=())
 
     def guessed(self, batch: Batch, found: Reconstruction) -> Batch | None:
-        return _as_batch(self.model, _matched(self.model, batch, found), batch) if found.sequences else None
+        """Return no more sentences than the batch has: those that are held against its own, with their labels."""
+        originals = [sentence(self.model, ids) for ids in batch.sequences()]
+        guesses = [sentence(self.model, ids) for ids in found.sequences]
+        # the truth's labels stand in the batch's order, what was found in any
+        whose = {id(p.guess): n for n, p in enumerate(metrics.align(originals, guesses))}
+        kept = [n for n, guess in enumerate(guesses) if id(guess) in whose]
+        if not kept:
+            return None
+        labels: Tensor | None = None
+        if batch.labels is not None:
+            own = [int(batch.labels[whose[id(guesses[n])]]) for n in kept]
+            labels = torch.tensor(own if found.labels is None else [found.labels[n] for n in kept])
+        return _as_batch(self.model, [found.sequences[n] for n in kept], labels)
 
     def spectrum(self, batch: Batch, seen: Observation) -> Spectrum | None:
         return spectrum(seen, batch.tokens)
@@ -159,25 +171,8 @@ def _certificates(
     return [by_guess.get(id(p.guess)) for p in pairs]
 
 
-def _matched(model: TransformersModel, batch: Batch, found: Reconstruction) -> Reconstruction:
-    """Return a reconstruction of no more sentences than the batch has: those that are held against its own."""
-    if len(found.sequences) <= len(batch.ids):
-        return found
-    guesses = [sentence(model, ids) for ids in found.sequences]
-    pairs = metrics.align([sentence(model, ids) for ids in batch.sequences()], guesses)
-    kept = {id(pair.guess) for pair in pairs}
-    chosen = [n for n, guess in enumerate(guesses) if id(guess) in kept]
-    labels = None if found.labels is None else tuple(found.labels[n] for n in chosen)
-    return Reconstruction(tuple(found.sequences[n] for n in chosen), labels)
-
-
-def _as_batch(model: TransformersModel, found: Reconstruction, truth: Batch) -> Batch:
-    rows = [list(s) for s in found.sequences]
+def _as_batch(model: TransformersModel, rows: Sequence[Sequence[int]], labels: Tensor | None) -> Batch:
     longest = max(len(row) for row in rows)
-    ids = torch.tensor([row + [model.special.pad] * (longest - len(row)) for row in rows])
+    ids = torch.tensor([[*row, *[model.special.pad] * (longest - len(row))] for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row in rows])
-    labels: Tensor | None = None
-    if truth.labels is not None:
-        known = found.labels if found.labels is not None else tuple(truth.labels.tolist())
-        labels = torch.tensor([known[i % len(known)] for i in range(len(rows))])
     return Batch(ids=ids, mask=mask, labels=labels, texts=())
