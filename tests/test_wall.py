@@ -71,7 +71,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "judge": ("models", "client", "data", "leakage", "metrics", "record"),
     "audit": ("accounting", "attacks", "case", "client", "data", "defenses", "judge", "learned", "machine",
               "metrics", "models", "record"),
-    "bundles": ("accounting", "audit", "case", "data", "models"),
+    "bundles": ("accounting", "attacks", "audit", "case", "data", "models"),
     "integrations": ("bundles",),
     "verdict": ("record",),
     "sweeps": ("accounting", "audit", "case", "client", "data", "defenses", "leakage", "machine", "metrics", "models",

@@ -40,7 +40,7 @@ from gradaudit.case import load_case
 from gradaudit.catalog import EXAMPLE, details, listing
 from gradaudit.data.png import room_for_pictures
 from gradaudit.demo import IMAGE_COUNT, run_demo
-from gradaudit.errors import AuditError, BadInputError, ExitCode, NotSupportedError
+from gradaudit.errors import AuditError, BadInputError, BrokenDownError, ExitCode, NotSupportedError
 from gradaudit.files import read_lines
 from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.machine import ready_process
@@ -613,6 +613,9 @@ def main() -> NoReturn:
         code = ExitCode.INCONCLUSIVE if stop.code else 0
     except click.ClickException as problem:
         problem.show()
+    except BrokenDownError as problem:
+        err.print(f"[red]inconclusive:[/red] {plain(str(problem))}")
+        code = ExitCode.INCONCLUSIVE
     except AuditError as problem:
         what = "not supported" if isinstance(problem, NotSupportedError) else "error"
         err.print(f"[red]{what}:[/red] {plain(str(problem))}")
@@ -627,4 +630,8 @@ def main() -> NoReturn:
         err.print_exception()
         err.print("[red]this is a bug in gradaudit or in a plugin; nothing that was finished is lost[/red]")
         code = ExitCode.INCONCLUSIVE
+    except BaseException as problem:
+        if type(problem).__name__ != "PanicException":  # of a Rust library, and no `Exception`
+            raise
+        err.print(f"[red]error:[/red] a library broke down on what it was given: {plain(str(problem))}")
     sys.exit(int(code or 0))

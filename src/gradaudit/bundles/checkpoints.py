@@ -16,7 +16,7 @@ from gradaudit.bundles.own_model import text_task
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.families import family_of
 from gradaudit.models.lora import CONFIG as ADAPTER_CONFIG
-from gradaudit.models.spec import Task
+from gradaudit.models.spec import ModelSpec, Task
 from gradaudit.models.zoo import EMBEDDED, first_line, quiet
 
 Weights = str | Path | Mapping[str, Any] | Sequence[Any]
@@ -98,7 +98,7 @@ def read_module(folder: Path, labels: int | None = None, given: Iterable[str] = 
         pickled = next((path.name for path in sorted(folder.glob("*.bin"))), None)
         read = f": give {folder / pickled} and --base {folder}" if pickled else ""
         raise BadInputError(f"{folder} holds no weights as safetensors{read}")
-    check_size(folder)
+    check_size(folder, ModelSpec(str(folder)))
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:

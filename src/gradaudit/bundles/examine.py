@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradaudit.attacks.base import ModelChangedError
 from gradaudit.audit.prepare import uncountered
 from gradaudit.bundles.bundle import load_bundle, read_manifest, told_defenses
 from gradaudit.case import parse_value
 from gradaudit.data.png import png
-from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.errors import AuditError, BadInputError, BrokenDownError, NotSupportedError
 from gradaudit.models.base import TextModel
 from gradaudit.models.images import ImageModel
 from gradaudit.registry import build
@@ -167,6 +168,7 @@ def examine(
     Raises:
         BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
         NotSupportedError: the update is behind a defense to which the attack has no counter.
+        BrokenDownError: the attack ended in an error of its own.
     """
     if attack is None:
         attack = usual(folder)
@@ -181,7 +183,13 @@ def examine(
         )
     given = (f"{len(known)} sentences read from other rounds were given to the attacker",) if known else ()
     began = time.perf_counter()
-    found = built(seen, stream(seed, "attack", 0))
+    try:
+        found = built(seen, stream(seed, "attack", 0))
+    except (AuditError, MemoryError, ModelChangedError):
+        raise
+    except Exception as problem:  # as of a batch of `run`: whatever a strange update does to an attack
+        said = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        raise BrokenDownError(f"attack '{attack}' broke down ({said}), which is no sign of safety") from problem
     seconds = time.perf_counter() - began
     return Examination(
         attack=attack,

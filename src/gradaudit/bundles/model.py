@@ -6,14 +6,15 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from gradaudit.errors import BadInputError
+from gradaudit.bundles.model_files import ADAPTER, check_model_files
+from gradaudit.errors import BadInputError, broken_by
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, image_module, load_image_model
 from gradaudit.models.spec import Lora, Loss, ModelSpec, Task
 from gradaudit.models.transformers import TransformersModel
-from gradaudit.models.zoo import first_line, load_model
+from gradaudit.models.zoo import EMBEDDED, load_model, without_weights
 
-MODEL, WEIGHTS, ADAPTER = "model", "weights.safetensors", "adapter"
-"""A bundle's folder of its own model, the file in it that holds a model of images, and its folder of LoRA adapters."""
+MODEL, WEIGHTS = "model", "weights.safetensors"
+"""A bundle's folder of its own model, and the file in it that holds a model of images."""
 _SPARE = 64 << 20
 """Bytes that a model of images may have beyond four times what its bundle stores: frozen parameters are not sent."""
 
@@ -67,8 +68,10 @@ def load_bundle_model(
         raise BadInputError(f"the manifest's model of task '{entry.task}' has image = {entry.image}; one is wrong")
     own = folder / MODEL
     inside = entry.inside and other is None
-    if inside and not own.is_dir():
+    if inside and (own.is_symlink() or not own.is_dir()):
         raise BadInputError(f"{folder} says that its model is inside, and has no folder '{MODEL}'")
+    if not entry.inside and other is None:
+        _check_place(folder, entry.name)
     spec = ModelSpec(
         other or entry.name,
         entry.task,
@@ -86,7 +89,8 @@ def load_bundle_model(
         _check_image_size(spec, sent)
         return load_image_model(spec, device)
     if inside:
-        check_size(own)
+        check_model_files(own)
+        check_size(own, spec)
         lora = Lora(folder=str(own / ADAPTER)) if entry.adapters else None
         spec = replace(spec, name=str(own), lora=lora)
     return load_model(spec, device)
@@ -105,20 +109,22 @@ def _check_image_size(spec: ModelSpec, stored: int) -> None:
         )
 
 
-def check_size(folder: Path) -> None:
-    """Refuse a model folder whose configuration asks for far more memory than its weights fill."""
-    from transformers import AutoConfig, AutoModel
+def _check_place(folder: Path, name: str) -> None:
+    """Refuse a manifest that chooses a folder or a file of this machine: whoever has the bundle chooses."""
+    if name in EMBEDDED or name in IMAGE_MODELS:
+        return
+    if name.startswith((".", "/", "~")) or Path(name).exists() or Path(name.partition(":")[2] or name).exists():
+        raise BadInputError(
+            f"the manifest of {folder} names the model '{name}' on this machine; to read it, say so: --model {name}"
+        )
 
+
+def check_size(folder: Path, spec: ModelSpec) -> None:
+    """Refuse a model folder whose configuration asks for far more memory than its weights fill."""
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-        if int(config.num_hidden_layers) > 1000:
-            raise ValueError(f"{config.num_hidden_layers} layers")
-        with torch.device("meta"):
-            model = AutoModel.from_config(config, trust_remote_code=False)
-        asked = sum(p.numel() * p.element_size() for p in model.parameters())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise BadInputError(f"the model in {folder} cannot be read ({first_line(error)})") from None
+    with broken_by(f"the model in {folder}"):
+        module = without_weights(replace(spec, name=str(folder)))
+    asked = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
     if asked > 4 * stored + (1 << 20):
         raise BadInputError(
             f"the model in {folder} is configured for {asked >> 20} MiB and stores {stored >> 20} MiB; not loaded"

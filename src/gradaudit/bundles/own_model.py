@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradaudit.bundles.model import ADAPTER, MODEL
+from gradaudit.bundles.model import MODEL
+from gradaudit.bundles.model_files import ADAPTER
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.lora import AdapterConfig, save_adapters
 from gradaudit.models.spec import Lora, ModelSpec, Task

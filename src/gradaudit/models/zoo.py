@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradaudit.errors import BadInputError, unknown_name
+from gradaudit.errors import BadInputError, broken_by, unknown_name
 from gradaudit.models import packages
 from gradaudit.models.families import family_of
 from gradaudit.models.images import IMAGE_MODELS
@@ -97,6 +97,11 @@ def load_model(spec: ModelSpec, device: torch.device | None = None) -> Transform
         BadInputError: no such model, or its files cannot be read.
         NotSupportedError: an architecture without a role table.
     """
+    with broken_by(f"model '{spec.name}'"):
+        return _loaded(spec, device)
+
+
+def _loaded(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
     name = spec.name
     depth: int | None = None
     if name.startswith(RANDOM):
@@ -179,10 +184,11 @@ def head_classes(name: str) -> tuple[str, ...] | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        headed = any(str(one).endswith("ForSequenceClassification") for one in config.architectures or ())
-        return tuple(str(config.id2label[n]) for n in range(config.num_labels)) if headed else None
-    except (OSError, ValueError, KeyError):
+        with broken_by(name):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            headed = any(str(one).endswith("ForSequenceClassification") for one in config.architectures or ())
+            return tuple(str(config.id2label[n]) for n in range(config.num_labels)) if headed else None
+    except BadInputError:
         return None  # loading it says why
 
 
@@ -195,17 +201,25 @@ def whole_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     Raises:
         BadInputError: its configuration cannot be read.
     """
+    with broken_by(f"the configuration of model '{spec.name}'"):
+        module = without_weights(spec)
+    return {name: tuple(p.shape) for name, p in module.named_parameters()}
+
+
+def without_weights(spec: ModelSpec) -> Any:
+    """Return the module of a model whose tensors have shapes and take no memory; whatever transformers raises.
+
+    Args:
+        spec: an embedded name, a folder or a hub id.
+    """
     from transformers import AutoConfig
 
     where = str(EMBEDDED[spec.name].folder()) if spec.name in EMBEDDED else spec.name
-    try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
-        _configure(config, spec.task, spec.labels, spec.layers)
-        with quiet(), torch.device("meta"):
-            module = _auto(spec.task).from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInputError(f"model '{spec.name}' has no readable configuration ({first_line(error)})") from None
-    return {name: tuple(p.shape) for name, p in module.named_parameters()}
+    config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    _check_family(spec, config.model_type)
+    _configure(config, spec.task, spec.labels, spec.layers)
+    with quiet(), torch.device("meta"):
+        return _auto(spec.task).from_config(config)
 
 
 def _random(spec: ModelSpec, shape: str) -> tuple[Any, Any]:
