@@ -25,7 +25,7 @@ from gradaudit.audit.prepare import Prepared, pick_device, prepare
 from gradaudit.case import parse_case
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.files import read_lines
-from gradaudit.record import Record, Texts
+from gradaudit.record import Record, RunInfo, Texts
 from gradaudit.types import Observation, Reconstruction
 
 CPU = torch.device("cpu")
@@ -277,6 +277,45 @@ def test_a_full_disk_loses_nothing(folders, data: Path, tmp_path: Path, monkeypa
     with pytest.raises(BadInputError, match=r"No space left.*kept"):
         list(audit.run(ready, out))
     assert [r.batch for r in read_lines(out / "records.jsonl", Record)] == [0]
+
+
+@pytest.mark.parametrize("refused", ['"scores"', '"program"', '"originals"'])
+def test_a_disk_that_is_full_once_leaves_a_folder_that_goes_on(
+    folders, data: Path, tmp_path: Path, monkeypatch, refused
+):
+    """Whichever write it refuses, of a record, of run.json or of the texts: afterwards all is there, and once."""
+    ready, out = make(folders, data), tmp_path / "out"
+    write, write_text = os.write, Path.write_text
+
+    def full(handle: int, content: bytes) -> int:
+        if refused.encode() in content and (b'"batch":1' in content):
+            write(handle, content[:40])
+            raise OSError(28, "No space left on device")
+        return write(handle, content)
+
+    def full_text(self: Path, text: str, **how) -> int:
+        if refused in text:
+            write_text(self, text[:40], **how)
+            raise OSError(28, "No space left on device")
+        return write_text(self, text, **how)
+
+    with monkeypatch.context() as inside:
+        inside.setattr(os, "write", full)
+        inside.setattr(Path, "write_text", full_text)
+        with pytest.raises(BadInputError, match="No space left"):
+            list(audit.run(ready, out))
+    list(audit.run(ready, out))
+    assert RunInfo.model_validate_json((out / INFO).read_bytes()).case == ready.case.content_hash()
+    for name, kind in ((RECORDS, Record), ("texts.jsonl", Texts)):
+        assert [line.batch for line in read_lines(out / name, kind)] == [0, 1, 2], name
+
+
+def test_a_damaged_run_json_is_written_anew(folders, data: Path, tmp_path: Path):
+    ready, out = make(folders, data), tmp_path / "out"
+    list(audit.run(ready, out))
+    (out / INFO).write_text('{"program": "0.1')
+    assert len(list(audit.run(ready, out))) == 3
+    assert RunInfo.model_validate_json((out / INFO).read_bytes()).case == ready.case.content_hash()
 
 
 HELD = """

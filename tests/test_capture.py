@@ -133,3 +133,12 @@ def test_another_kind_of_model_is_refused(tmp_path: Path):
         gradaudit.capture(torch.nn.Linear(2, 2), tmp_path, tokenizer=None),
     ):
         pass
+
+
+def test_a_captured_bundle_is_for_its_owner_alone(training, tmp_path: Path):
+    module, tokenizer, inputs, labels = training()
+    with gradaudit.capture(module, tmp_path / "made", tokenizer=tokenizer):
+        module(**inputs, labels=labels).loss.backward()
+    for folder in (tmp_path / "made", tmp_path / "made" / "model"):
+        assert folder.stat().st_mode & 0o777 == 0o700, folder
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "made").glob("*.*"))

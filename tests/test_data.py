@@ -212,14 +212,14 @@ def test_a_row_without_a_usable_label_is_named(tmp_path, value, said):
         ("a.csv", b"", {}, "a.csv is empty"),
         ("a.txt", b" \n\n", {}, "a.txt is empty"),
         ("a.csv", b"text,label\n", {}, "a.csv holds no rows"),
-        ("a.csv", b"txt,label\nx,1\n", {}, "has 'txt', 'label'; did you mean 'txt'?"),
-        ("a.csv", b"alpha,beta\nx,1\n", {"text": "q"}, "has 'alpha', 'beta'; set text to one of them"),
+        ("a.csv", b"txt,label\nx,1\n", {}, "among the 2 of its first line; did you mean 'txt'?"),
+        ("a.csv", b"alpha,beta\nx,1\n", {"text": "q"}, "among the 2 of its first line; set text to one of them"),
         ("a.csv", b"alpha,beta\nx,1\n", {"text": "q"}, "set header = false and give column numbers"),
         (
             "a.csv",
             b"text,beta\nx,1\n",
             {"label": "lab"},
-            "no column 'lab', it has 'text', 'beta'; set label to",
+            "no column 'lab' among the 2 of its first line; set label to",
         ),
         (
             "a.csv",
@@ -287,3 +287,14 @@ def test_parquet_with_wrong_columns_and_missing_texts(tmp_path):
     assert "no column 'q', it has 'text', 'n'" in refusal(DataSpec(path="a.parquet", text="q"), tmp_path)
     parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "b.parquet")
     assert "b.parquet holds no rows" in refusal(DataSpec(path="b.parquet"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+@pytest.mark.parametrize("fields", [{}, {"label": "label"}, {"text": "q"}, {"text": "text", "label": "7"}])
+def test_a_first_line_that_is_data_by_mistake_is_not_printed(name, fields, tmp_path):
+    split = "," if name == "a.csv" else "\t"
+    rows = [["my secret is out", "4111 1111", "anna"], ["another one", "2", "berta"]]
+    (tmp_path / name).write_text("".join(split.join(row) + "\n" for row in rows))
+    said = refusal(DataSpec(path=name, **fields), tmp_path)
+    assert "header = false" in said or "column number" in said
+    assert not [word for word in ("secret", "4111", "anna") if word in said]

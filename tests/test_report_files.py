@@ -27,11 +27,11 @@ def summaries_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("summaries_here")
-def test_report_is_written_whole_and_private_when_it_shows_text(tmp_path: Path) -> None:
+def test_report_is_written_whole_and_private(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     path = render(folder)
     assert path == folder / "report.html"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "zbigniew" not in path.read_text().casefold()
     assert stat.S_IMODE(render(folder, show_text=True).stat().st_mode) == 0o600
     assert "Zbigniew" in path.read_text()

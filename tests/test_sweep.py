@@ -73,6 +73,20 @@ def point_defense() -> str:
     return '[[defense]]\nname = "gaussian"\nsigma = 10.0\n'
 
 
+def test_two_sweeps_do_not_write_one_folder(sweep: Path, tmp_path: Path):
+    """The second would write "another gradaudit is writing" into the table of both, and end with 0."""
+    asked, out = load_sweep(sweep), tmp_path / "out"
+    first = run_sweep(asked, tmp_path, out, CPU)
+    next(first)
+    before = (out / TABLE).read_bytes()
+    with pytest.raises(BadInputError, match="another gradaudit is writing into"):
+        next(run_sweep(asked, tmp_path, out, CPU))
+    assert (out / TABLE).read_bytes() == before
+    assert RUN.invoke(app, ["sweep", str(sweep), "--out", str(out), "--json"]).exception is not None
+    first.close()
+    assert next(run_sweep(asked, tmp_path, out, CPU)).error is None
+
+
 def test_points_are_run_scored_and_written_and_a_second_run_attacks_nothing(sweep: Path, tmp_path: Path, monkeypatch):
     asked, out = load_sweep(sweep), tmp_path / "out"
     results = list(run_sweep(asked, tmp_path, out, CPU))

@@ -12,6 +12,7 @@ from gradaudit.audit.fitting import digest_of
 from gradaudit.audit.prepare import Prepared
 from gradaudit.case import Case
 from gradaudit.errors import BadInputError
+from gradaudit.files import replacing
 from gradaudit.learned.manifest import digest_of_inverter
 from gradaudit.machine import multiplied_by
 from gradaudit.models.spec import kind_of
@@ -67,9 +68,14 @@ def _promises(ready: Prepared) -> dict[str, str]:
 
 
 def write_info(out: Path, info: RunInfo) -> None:
-    """Write run.json."""
+    """Write run.json, whole or not at all.
+
+    Raises:
+        BadInputError: the disk refuses; what was there before stays.
+    """
     try:
-        (out / INFO).write_text(info.model_dump_json(indent=1), encoding="utf8")
+        with replacing(out / INFO) as draft:
+            draft.write_text(info.model_dump_json(indent=1), encoding="utf8")
     except OSError as error:
         raise BadInputError(f"cannot write {out / INFO} ({error.strerror})") from None
 

@@ -1,5 +1,6 @@
 """Case -> Record: runs a case batch by batch, keeps what is finished, and goes on where it stopped."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from gradaudit.audit.fitting import INVERTERS, fitted
 from gradaudit.audit.info import INFO, RECORDS, digests, run_info, write_info
 from gradaudit.audit.prepare import Prepared
 from gradaudit.errors import BadInputError
-from gradaudit.files import append_line, only_writer, read_lines
+from gradaudit.files import append_line, only_writer, read_lines, replacing
 from gradaudit.record import Record, RunInfo
 from gradaudit.workspace import kept_in, learned_in
 
@@ -75,11 +76,13 @@ def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, R
     _drop_cut_line(out / RECORDS)
     _drop_cut_line(out / ready.judge.file)
     records = list(read_lines(out / RECORDS, Record))
+    _drop_unrecorded(out / ready.judge.file, {(r.case, r.batch) for r in records})
     if not shared and any(r.case != mine for r in records):
         raise BadInputError(f"{out} holds records of another case; choose another --out or remove it")
-    if not (out / INFO).exists():
+    before = _info(out / INFO)
+    if before is None:
         write_info(out, run_info(ready))
-    elif not shared and (changed := _changed(ready, out / INFO)):
+    elif not shared and (changed := _changed(ready, before)):
         if records:
             raise BadInputError(f"the {changed} changed since {out} was begun; choose another --out")
         for half in (out / UNFINISHED).glob(f"{mine[:16]}-*"):
@@ -88,12 +91,16 @@ def open_folder(ready: Prepared, out: Path, shared: bool = False) -> dict[int, R
     return {r.batch: r for r in records if r.case == mine}
 
 
-def _changed(ready: Prepared, path: Path) -> str:
-    """Return what is not as it was when a run was begun; empty for nothing."""
+def _info(path: Path) -> RunInfo | None:
+    """Return what a run's folder says of itself; None where that is missing or damaged, and to be written anew."""
     try:
-        before = RunInfo.model_validate_json(path.read_bytes())
+        return RunInfo.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
-        return ""
+        return None
+
+
+def _changed(ready: Prepared, before: RunInfo) -> str:
+    """Return what is not as it was when a run was begun; empty for nothing."""
     if before.data.get("sha256") not in (None, ready.rows.sha256):
         return "data has"
     for name, value in digests(ready).items():
@@ -104,6 +111,29 @@ def _changed(ready: Prepared, path: Path) -> str:
     if not warmed and before.model.get("fingerprint") not in (None, ready.model.fingerprint()):
         return "model's weights have"
     return ""
+
+
+def _drop_unrecorded(path: Path, done: set[tuple[str, int]]) -> None:
+    """Drop the private side of batches whose record was not written (a full disk), which are audited again."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _whose(line) in done]
+    if sum(map(len, kept)) == path.stat().st_size:
+        return
+    try:
+        with replacing(path, private=True) as draft:
+            draft.write_bytes(b"".join(kept))
+    except OSError as error:
+        raise BadInputError(f"cannot write {path} ({error.strerror}); make room and run again") from None
+
+
+def _whose(line: bytes) -> tuple[str, int] | None:
+    """Return case and batch of a line; None for one that is none, which no report could read."""
+    try:
+        found = json.loads(line)
+        return str(found["case"]), int(found["batch"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _drop_cut_line(path: Path) -> None:

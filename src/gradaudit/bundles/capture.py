@@ -141,6 +141,7 @@ def capture(
     if private and not seen.steps:
         raise BadInputError("the optimizer took no step inside capture, and the private gradient is made by its step")
     tensors = _tensors(model, before, seen, what)
+    _make_private(Path(folder))
     size = (seen.sentences or None) if what == "gradient" else seen.told
     modes = [(part, part.training) for part in model.modules()]
     wrapped: TransformersModel | ImageModel
@@ -166,6 +167,15 @@ def capture(
     save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint, mechanism=mechanism)
 
 
+def _make_private(folder: Path) -> None:
+    """Make the bundle's folders for their owner alone; one that is there stays as it is."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (folder / MODEL).mkdir(exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
+
+
 def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
     if what == "delta":
         return {n: p.detach() - before[n] for n, p in model.named_parameters() if p.requires_grad}
@@ -187,7 +197,6 @@ def _of_images(
         raise BadInputError("no images [B, C, H, W] went through the model inside capture; run it within the block")
     name = ARCHITECTURES[type(model)]
     try:
-        (folder / MODEL).mkdir(parents=True, exist_ok=True, mode=0o700)
         save_file({n: t.cpu().contiguous() for n, t in before.items()}, folder / MODEL / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"cannot write the bundle {folder} ({error}); choose another folder") from None

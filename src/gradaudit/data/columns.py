@@ -27,9 +27,10 @@ def pick(table: Table, use: str, wanted: str | int) -> int:
     if wanted in table.names:
         return table.names.index(wanted)
     close = difflib.get_close_matches(wanted, table.names, n=1, cutoff=0.5)
-    # a file read with header by mistake has a whole sentence for a name
-    shown = ", ".join(f"'{name[:40]}'" for name in table.names[:20])
-    more = f" and {table.width - 20} more" if table.width > 20 else ""
+    shown = ", it has " + ", ".join(f"'{name[:40]}'" for name in table.names[:20])
+    shown += f" and {table.width - 20} more" if table.width > 20 else ""
+    if table.first_line_names:  # where that line is data by mistake, it is private
+        shown = f" among the {table.width} of its first line"
     if close:
         advice = f"did you mean '{close[0]}'?"
     elif wanted.isdecimal():
@@ -38,7 +39,7 @@ def pick(table: Table, use: str, wanted: str | int) -> int:
         advice = f"set {use} to one of them"
         if table.first_line_names:
             advice += ", or if the first line is data set header = false and give column numbers"
-    raise BadInputError(f"{table.where} has no column '{wanted}', it has {shown}{more}; {advice}")
+    raise BadInputError(f"{table.where} has no column '{wanted}'{shown}; {advice}")
 
 
 def texts_of(table: Table, number: int) -> tuple[str, ...]:

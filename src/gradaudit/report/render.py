@@ -56,11 +56,11 @@ _LIMITS = (
 
 
 def render(folder: Path, show_text: bool = False) -> Path:
-    """Write `report.html` into a run's folder, whole or not at all, and return its path.
+    """Write `report.html` into a run's folder, whole or not at all, readable by its owner alone, and return its path.
 
     Args:
         folder: holds `run.json` and `records.jsonl`, and `texts.jsonl` or `images.jsonl` unless it was deleted.
-        show_text: print the private texts or images; the file is then readable by its owner alone.
+        show_text: print the private texts or images.
 
     Raises:
         BadInputError: the folder is not that of a run, a file is damaged, or the disk refuses.
@@ -75,7 +75,7 @@ def render(folder: Path, show_text: bool = False) -> Path:
     if not records:
         raise BadInputError(f"{folder} has no records yet; run 'gradaudit run ... --out {folder}' first")
     html = render_html(info, records, texts, summarize(records), show_text, pictures)
-    return write_page(folder / "report.html", html, private=show_text)
+    return write_page(folder / "report.html", html, private=True)
 
 
 def render_html(

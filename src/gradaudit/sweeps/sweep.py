@@ -24,6 +24,7 @@ from gradaudit.audit.prepare import Prepared, prepare
 from gradaudit.case import Case, case_data, parse_case
 from gradaudit.data.rows import READERS
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
+from gradaudit.files import only_writer, replacing
 from gradaudit.leakage.matching.compiled import asked as compile_steps
 from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.machine import ready_process
@@ -220,7 +221,7 @@ def run_sweep(
         runner: runs the groups of points in the place of this machine's processes.
 
     Raises:
-        BadInputError: the folder cannot be written.
+        BadInputError: the folder cannot be written, or another program writes there.
     """
     found: dict[int, Result] = {}
     apart = jobs > 1 or runner is not None
@@ -229,11 +230,12 @@ def run_sweep(
         running = runner(groups, sweep.utility, base, out, device)
     else:
         running = run_points(groups, sweep.utility, base, out, device, jobs)
-    for number, result in running:
-        found[number] = result
-        write_table(out / TABLE, [found[n] for n in sorted(found)])
-        step("points", len(found), len(sweep.points))
-        yield result
+    with only_writer(out):
+        for number, result in running:
+            found[number] = result
+            write_table(out / TABLE, [found[n] for n in sorted(found)])
+            step("points", len(found), len(sweep.points))
+            yield result
 
 
 def run_points(
@@ -391,8 +393,7 @@ def write_table(path: Path, results: Sequence[Result]) -> None:
         rows.append(row)
     columns = [*axes, "batches", "failed", *sides, f"blind {main}", *COSTS, "seconds", "flags", "error", "case"]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", encoding="utf8", newline="") as file:
+        with replacing(path) as draft, open(draft, "w", encoding="utf8", newline="") as file:
             table = csv.DictWriter(file, columns, restval="")
             table.writeheader()
             table.writerows(rows)
