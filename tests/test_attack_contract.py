@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from gradaudit.attacks.base import Attack
+from gradaudit.attacks.base import Attack, no_more_than
 from gradaudit.client.client import Client
 from gradaudit.errors import AuditError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.priors import frequent_tokens, frequent_words
@@ -369,3 +369,26 @@ def test_every_entry_counts_in_the_digest(dtype):
             other = value.clone(memory_format=torch.contiguous_format)
             other.view(-1)[n] += 1
             assert digest_of(other) != before, n
+
+
+def test_no_more_guesses_than_a_batch_is_known_to_have():
+    sure = ("guess", "likely", "proven", "guess", "likely")
+    found = Reconstruction(((1,), (2,), (3,), (4,), (5,)), labels=(0, 1, 0, 1, 0), certificates=sure)
+    kept = no_more_than(3, found)
+    assert kept.sequences == ((2,), (3,), (5,)), "the surest, in their order"
+    assert (kept.labels, kept.certificates) == ((1, 0, 0), ("likely", "proven", "likely"))
+    assert kept.notes == ("5 guesses for a batch that is known to hold 3: the surest were kept",)
+    assert no_more_than(2, replace(found, labels=None, certificates=None)).sequences == ((1,), (2,))
+    assert no_more_than(5, found) is found
+    assert no_more_than(None, found) is found
+    images = Reconstruction(images=torch.arange(12.0).view(3, 1, 2, 2), labels=(0, 1, 2))
+    assert torch.equal(no_more_than(2, images).images, images.images[:2])
+    assert no_more_than(2, images).sequences == ()
+
+
+def test_every_attack_is_held_to_the_size_it_was_told(fresh, monkeypatch):
+    _, seen = fresh
+    monkeypatch.setattr(Rogue, "run", lambda self, seen, rng: Reconstruction(((5,), (6,), (7,))))
+    assert Rogue()(seen, stream(0, "attack")).sequences == ((5,),)
+    unknown = replace(seen, knowledge=replace(seen.knowledge, batch_size=None))
+    assert len(Rogue()(unknown, stream(0, "attack")).sequences) == 3

@@ -381,7 +381,8 @@ def test_a_run_keeps_pixels_apart_and_its_generator(tmp_path: Path):
 @pytest.mark.parametrize("more", [0, 3])
 def test_the_best_of_many_images_is_flagged_and_what_was_matched_is_diagnosed(more, tmp_path: Path, monkeypatch):
     table = {"task": "image-classification", "model": "lenet", "data": {"batches": 1, "batch_size": 2},
-             "attack": {"name": "ig"}}  # fmt: skip
+             "attack": {"name": "ig"}, "knowledge": {"batch_size": False}}  # fmt: skip
+    monkeypatch.setattr(known("attack")["ig"], "needs", ())  # told the size, it returns no more
     ready = prepare(parse_case(table), tmp_path, torch.device("cpu"))
     batch = ready.rows.batch(ready.batches[0])
     other = torch.full((more, *batch.images.shape[1:]), torch.nan)

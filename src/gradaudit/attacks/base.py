@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, final
 
@@ -100,7 +101,7 @@ class Attack(ABC, Generic[M]):
         restore = seen.model.remember()
         broken: BaseException | None = None
         try:
-            return self._guessed_back(seen, self.run(seen, rng))
+            return no_more_than(seen.knowledge.batch_size, self._guessed_back(seen, self.run(seen, rng)))
         except BaseException as error:
             broken = error
             raise
@@ -189,6 +190,31 @@ class Attack(ABC, Generic[M]):
             tokens: real tokens of the batch.
         """
         return 1
+
+
+SUREST = ("proven", "likely", "guess")
+"""Certificates, the surest first."""
+
+
+def no_more_than(size: int | None, found: Reconstruction) -> Reconstruction:
+    """Return no more examples than a batch is known to have: the surest, and of equally sure ones the first.
+
+    Args:
+        size: of the batch, where the attacker is told.
+        found: what an attack returned.
+    """
+    if size is None or found.count <= size:
+        return found
+    sure = found.certificates or ("guess",) * found.count
+    kept = sorted(sorted(range(found.count), key=lambda n: SUREST.index(sure[n]))[:size])
+    return replace(
+        found,
+        sequences=tuple(found.sequences[n] for n in kept if n < len(found.sequences)),
+        images=None if found.images is None else found.images[kept],
+        labels=None if found.labels is None else tuple(found.labels[n] for n in kept),
+        certificates=None if found.certificates is None else tuple(found.certificates[n] for n in kept),
+        notes=(*found.notes, f"{found.count} guesses for a batch that is known to hold {size}: the surest were kept"),
+    )
 
 
 class ModelChangedError(RuntimeError):
