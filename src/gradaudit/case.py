@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from gradaudit.data.spec import LATER, DataSpec, Later, PublicSpec
 from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
+from gradaudit.files import read_toml, refuse_depth
 from gradaudit.metrics.text import PUBLISHED
 from gradaudit.models.spec import Lora, Loss, Task
 from gradaudit.registry import build, describe, identity
@@ -310,12 +311,8 @@ def case_data(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a TOML file holds, with `--set` overrides applied; see `load_case`."""
     if not path.is_file():
         raise BadInputError(f"no such case file: {path}")
-    try:
-        text = path.read_text(encoding="utf8")
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{path} is not TOML ({error})") from None
-    if not text.strip():
+    data = read_toml(path)
+    if not data:
         raise BadInputError(f"{path} is empty; 'gradaudit show case example' prints one to start from")
     for setting in settings:
         _assign(data, setting)
@@ -337,11 +334,23 @@ def _assign(data: dict[str, Any], setting: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """Return a command-line value: TOML where it is some, else the text itself."""
+    """Return a command-line value: TOML where it is some, else the text itself.
+
+    Raises:
+        BadInputError: bytes that are no text, brackets or digits without end.
+    """
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadInputError(f"--set takes text in UTF-8, got {text!r:.80}") from None
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError):
+        raise BadInputError(f"--set takes no such value: {text:.40}... has too many digits or brackets") from None
+    refuse_depth(value, f"--set {text:.40}...")
+    return value
 
 
 def _explained(error: ValidationError) -> BadInputError:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,9 @@ from gradaudit.errors import BadInputError
 
 M = TypeVar("M", bound=BaseModel)
 _LARGEST_MANIFEST = 16 << 20
-"""Bytes of a manifest that is read."""
+"""Bytes of a manifest, or of a TOML file, that is read."""
+_DEEPEST = 32
+"""Tables and lists within each other that a TOML file may have: ours have five."""
 
 
 def append_line(path: Path, item: BaseModel, private: bool = False) -> None:
@@ -78,6 +81,44 @@ def read_manifest(path: Path, kind: type[M], what: str) -> M:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise BadInputError(f"{path} is not {what} ({where}: {first['msg']})") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return what a TOML file holds.
+
+    Raises:
+        BadInputError: no plain file, far too large, not TOML, or nested deeper than any of ours.
+    """
+    if not path.is_file():  # a pipe or a device has no end
+        raise BadInputError(f"{path} is missing or no plain file")
+    if path.stat().st_size > _LARGEST_MANIFEST:
+        raise BadInputError(f"{path} is larger than any such file; not read")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf8"))
+    except RecursionError:
+        raise BadInputError(f"{path} is nested more than {_DEEPEST} deep") from None
+    except ValueError as error:  # UTF-8, TOML, or a number of thousands of digits
+        raise BadInputError(f"{path} is not TOML ({error})") from None
+    refuse_depth(data, str(path))
+    return data
+
+
+def refuse_depth(data: Any, where: str) -> None:
+    """Refuse tables and lists that are nested deeper than any of ours: what walks through them recurses.
+
+    Args:
+        data: as TOML or JSON gives it.
+        where: it is from, in words.
+
+    Raises:
+        BadInputError: too deep.
+    """
+    level = [data]
+    for _ in range(_DEEPEST):
+        held = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list))
+        level = [one for part in held for one in part]
+    if level:
+        raise BadInputError(f"{where} is nested more than {_DEEPEST} deep")
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """A claim: what somebody says of a mechanism that protects the updates, as a [[claim]] table."""
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from gradaudit.errors import BadInputError, unknown_name
+from gradaudit.files import read_toml
 
 Unit = Literal["client", "example"]
 """Whose data the guarantee hides: all that one client holds, or one of its examples."""
@@ -133,12 +133,9 @@ def load_claims(path: Path) -> list[Claim]:
     Raises:
         BadInputError: one sentence for the first thing wrong.
     """
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise BadInputError(f"no file '{path}'; it should hold [[claim]] tables, see docs/claims.md") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError(f"'{path}' is not TOML: {error}") from None
+    if not path.exists():
+        raise BadInputError(f"no file '{path}'; it should hold [[claim]] tables, see docs/claims.md")
+    data = read_toml(path)
     tables = data.pop("claim", None)
     if data:
         raise unknown_name(f"key of '{path}'", next(iter(data)), ["claim"])

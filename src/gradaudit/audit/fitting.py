@@ -14,8 +14,8 @@ from gradaudit.audit.prepare import Prepared, check_told
 from gradaudit.client import simulate_images, simulate_text  # noqa: F401 - each registers its simulation
 from gradaudit.client.client import Client
 from gradaudit.client.simulation import SIMULATIONS, ReplayedClient
-from gradaudit.errors import BadInputError
-from gradaudit.files import only_writer
+from gradaudit.errors import BadInputError, broken_by
+from gradaudit.files import only_writer, replacing
 from gradaudit.learned.manifest import MANIFEST, Target
 from gradaudit.models.spec import kind_of
 from gradaudit.registry import describe
@@ -109,16 +109,18 @@ def fit_case(ready: Prepared, folder: Path) -> dict[str, Any]:
     key = _key(ready)
     note = folder / _KEY
     try:
-        before = note.read_text(encoding="utf8") if note.is_file() else None
+        before = note.read_text(encoding="utf8", errors="replace") if note.is_file() else None
         if before not in (None, key) or (before is None and (folder / MANIFEST).exists()):
             raise BadInputError(f"{folder} holds what another case learned; choose another --out or remove it")
         folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(key, encoding="utf8")
+        with replacing(note) as draft:
+            draft.write_text(key, encoding="utf8")
     except OSError as error:
         raise BadInputError(f"cannot write {folder} ({error.strerror}); choose another --out") from None
     if not (folder / MANIFEST).is_file():
         _fit(ready, folder)
-    about = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
+    with broken_by(str(folder / MANIFEST)):
+        about = dict(json.loads((folder / MANIFEST).read_text(encoding="utf8")))
     return {key: about[key] for key in _FACTS if key in about}
 
 

@@ -7,7 +7,7 @@ its own folder are read, and no more memory is taken than its model has paramete
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from gradaudit.models.base import Model
 from gradaudit.models.images import ImageModel
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import whole_shapes
-from gradaudit.registry import build
+from gradaudit.registry import build, describe
 from gradaudit.selection import Selection
 from gradaudit.types import Knowledge, LocalTraining, Observation, Update, UpdateKind
 
@@ -36,6 +36,10 @@ MANIFEST, TENSORS = "manifest.json", "update.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 MOST_EXAMPLES = 4096
 """Of a batch that a manifest may name: attacks make room for each before they look at the update."""
+
+
+MOST_STEPS = 100_000
+"""Of a training that a manifest may name: attacks replay them one by one."""
 
 
 class BundleManifest(BaseModel):
@@ -75,6 +79,11 @@ class Bundle:
         tensors, views = selection.take(self.model, self.tensors)
         known = read_knowledge(self.manifest.knowledge)
         classes = self.model.spec.labels
+        longest = max(known.longest or 0, *(known.lengths or (0,)))
+        if isinstance(self.model, TransformersModel) and longest > self.model.max_length:
+            raise BadInputError(
+                f"the manifest's knowledge is not understood (lengths are at most {self.model.max_length} here)"
+            )
         if known.labels is not None and any(label >= classes for label in known.labels):
             raise BadInputError(f"the manifest's knowledge is not understood (labels must be below {classes})")
         return Observation(
@@ -291,8 +300,9 @@ def read_knowledge(data: Mapping[str, Any]) -> Knowledge:
     problem = knowledge_problem(known)
     if problem:
         raise BadInputError(f"the manifest's knowledge is not understood ({problem})")
-    told_defenses(known)
-    return known
+    if known.defenses is None:
+        return known
+    return replace(known, defenses=tuple(describe(one) for one in told_defenses(known)))  # with every field
 
 
 def told_defenses(known: Knowledge) -> list[Any]:
@@ -332,6 +342,8 @@ def knowledge_problem(known: Knowledge) -> str:
             return f"{name} must be at least 1"
     if known.batch_size is not None and known.batch_size > MOST_EXAMPLES:
         return f"batch_size must be at most {MOST_EXAMPLES}"
+    if how is not None and how.steps(known.batch_size or 1) > MOST_STEPS:
+        return f"training takes {how.steps(known.batch_size or 1)} steps; at most {MOST_STEPS} are read"
     if known.labels is not None and any(label < 0 for label in known.labels):
         return "labels must be at least 0"
     for name, each in (("lengths", known.lengths), ("labels", known.labels)):

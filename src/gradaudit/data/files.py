@@ -27,6 +27,8 @@ def found_file(path: str, base: Path, folders: bool = False) -> Path:
             if file.is_dir() and not folders:
                 raise BadInputError(f"{path} is a folder; give the path of one file in it")
             if file.exists():
+                if not file.is_dir() and not file.is_file():  # a pipe or a device has no end
+                    raise BadInputError(f"{path} is no plain file; save its rows into one first")
                 return file
     except (OSError, RuntimeError) as error:
         raise BadInputError(f"{path} cannot be looked up ({error}); check the path") from error

@@ -60,6 +60,9 @@ def add_adapters(module: Any, lora: Lora, seed: int) -> None:
         views = [
             v for layer in range(len(family.blocks)) for role in _ROLES[lora.modules] for v in family.views(layer, role)
         ]
+        widest = max(max(module.get_parameter(view.parameter).shape) for view in views)
+        if lora.rank > widest:  # before memory is taken
+            raise BadInputError(f"LoRA of rank {lora.rank} is above every width of its matrices; at most {widest}")
         how = {
             "r": lora.rank,
             "lora_alpha": lora.alpha if lora.alpha is not None else 2 * lora.rank,

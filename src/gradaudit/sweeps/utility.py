@@ -23,6 +23,7 @@ from gradaudit.data.rows import Rows, bind
 from gradaudit.defenses.base import ExampleDefense, ModelDefense
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.files import replacing
 from gradaudit.models.base import Model
 from gradaudit.progress import track
 from gradaudit.registry import describe, identity
@@ -103,12 +104,13 @@ def kept_utility(folder: Path, case: Case, how: UtilityTable, model: Model, rows
     if path.is_file():
         try:
             return replace(Utility(**json.loads(path.read_text(encoding="utf8"))), clients=clients)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             pass  # cut short by a kill: measured again
     found = utility(case, how, model, rows)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(found)), encoding="utf8")
+        with replacing(path) as draft:
+            draft.write_text(json.dumps(asdict(found)), encoding="utf8")
     except OSError as error:
         raise BadInputError(f"cannot write {path} ({error.strerror}); choose another --out") from None
     return found
