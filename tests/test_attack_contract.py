@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from gradaudit import registry
 from gradaudit.attacks.base import Attack, no_more_than
 from gradaudit.client.client import Client
 from gradaudit.errors import AuditError, MissingKnowledgeError, NotSupportedError
@@ -392,3 +393,56 @@ def test_every_attack_is_held_to_the_size_it_was_told(fresh, monkeypatch):
     assert Rogue()(seen, stream(0, "attack")).sequences == ((5,),)
     unknown = replace(seen, knowledge=replace(seen.knowledge, batch_size=None))
     assert len(Rogue()(unknown, stream(0, "attack")).sequences) == 3
+
+
+@dataclass(frozen=True)
+class Talker(Attack):
+    """An attack from elsewhere that prints, and puts what it read into notes, details and errors."""
+
+    name: ClassVar[str] = "talker"
+    source: ClassVar[str] = "tests"
+    how: str = "tells"
+
+    def run(self, seen, rng):
+        print("my secret is out")
+        if self.how == "raises":
+            raise ZeroDivisionError("my secret is out")
+        if self.how == "refuses":
+            raise NotSupportedError("my secret is out")
+        if self.how == "names":
+            raise type("my secret is out", (Exception,), {})
+        return Reconstruction(((5, 6),), notes=("my secret is out",), details={"my secret is out": 1, "a": "secret"})
+
+
+@pytest.fixture
+def talk(folders, tmp_path, gradaudit, monkeypatch):
+    monkeypatch.setitem(registry._entries["attack"], "talker", Talker)
+    (tmp_path / "rows.csv").write_text("text,label\nriver stone,0\n")
+    case = tmp_path / "case.toml"
+    case.write_text(
+        f'model = "random:{folders["bert"]}"\n[data]\npath = "rows.csv"\nlabel = "label"\n[attack]\nname = "talker"\n'
+    )
+    return lambda how: (*gradaudit("run", case, "--out", tmp_path / how, "--json", "--set", f"attack.how={how}"),
+                        tmp_path / how)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["tells", "raises", "refuses", "names"])
+def test_an_attack_from_elsewhere_puts_no_text_into_records(talk, how):
+    _, out, _, folder = talk(how)
+    assert "secret" not in out
+    assert "secret" not in (folder / "records.jsonl").read_text() + (folder / "report.html").read_text()
+    record = json.loads(out.splitlines()[0])
+    assert "does not declare `textless = True`" in (record["error"] or record["notes"][0])
+
+
+def test_what_it_declares_to_be_free_of_text_is_kept(talk, monkeypatch):
+    monkeypatch.setattr(Talker, "textless", True)
+    assert json.loads(talk("tells")[1].splitlines()[0])["details"] == {"my secret is out": 1, "a": "secret"}
+    assert json.loads(talk("raises")[1].splitlines()[0])["error"] == "ZeroDivisionError: my secret is out"
+
+
+def test_what_a_plugin_prints_is_no_json(talk):
+    code, out, err, _ = talk("tells")
+    assert [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert "my secret is out" in err

@@ -173,6 +173,7 @@ def test_an_attack_that_breaks_is_a_record_and_the_others_go_on(folders, data: P
 
         name: ClassVar[str] = "brittle"
         source: ClassVar[str] = "test"
+        textless: ClassVar[bool] = True
 
         def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
             if len(list(read_lines(tmp_path / "out" / "records.jsonl", Record))) == 1:

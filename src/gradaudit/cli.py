@@ -6,11 +6,12 @@ One file because it is the list of all commands, each of which is a few lines.
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO
 
 import click
 import torch
@@ -383,7 +384,7 @@ def show(
     if kind == "case":
         if name != "example":
             raise BadInputError("there is one case to show: 'gradaudit show case example'")
-        sys.stdout.write(EXAMPLE)
+        _stdout().write(EXAMPLE)
         return
     found = details(kind, name)
     if as_json:
@@ -592,8 +593,34 @@ def _summary_line(summary: Summary) -> dict[str, Any]:
 
 
 def _print_json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    to = _stdout()
+    to.write(json.dumps(data, ensure_ascii=False) + "\n")
+    to.flush()
+
+
+_OWN: ContextVar[TextIO | None] = ContextVar("gradaudit_stdout", default=None)
+
+
+def _stdout() -> TextIO:
+    """Return standard output, also while what others print goes elsewhere."""
+    return _OWN.get() or sys.stdout
+
+
+@contextmanager
+def _json_alone() -> Iterator[None]:
+    """Keep what plugins and libraries print out of the standard output of a command with --json.
+
+    Commands are not known before plugins are imported, which may print as well.
+    """
+    if "--json" not in sys.argv:
+        yield
+        return
+    before = _OWN.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _OWN.reset(before)
 
 
 def plain(text: str) -> str:
@@ -605,7 +632,8 @@ def main() -> NoReturn:
     """Run the program; every expected error is one sentence on standard error."""
     code: int | None = ExitCode.BAD_INPUT
     try:
-        code = app(standalone_mode=False)
+        with _json_alone():
+            code = app(standalone_mode=False)
         if code == _INTERRUPTED:
             err.print("interrupted")
             code = ExitCode.INCONCLUSIVE

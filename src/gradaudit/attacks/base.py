@@ -48,6 +48,9 @@ class Attack(ABC, Generic[M]):
     """True when the attack reckons with dropout; otherwise an update made with dropout on gets a flag."""
     exact_on_deltas: ClassVar[bool] = False
     """True when a weight change of several steps is read as what it is; otherwise it gets a flag."""
+    textless: ClassVar[bool] = False
+    """True when notes, details and errors hold nothing of what was recovered: only then records of an attack from
+    elsewhere keep them. All attacks of this package are so."""
 
     def reckons_with(self, defense: str, model: Model | None = None, batch_size: int | None = None) -> bool:
         """Return whether the attack, as it is set, acts on knowing of a defense, or need not know of it.
@@ -127,6 +130,11 @@ class Attack(ABC, Generic[M]):
             seen: all that the attacker may see.
             rng: the attack's own random stream (on the CPU); draw nothing from elsewhere.
         """
+
+    @classmethod
+    def shares_no_text(cls) -> bool:
+        """Return whether notes, details and errors may stand in a record, which others read."""
+        return cls.textless or cls.__module__.startswith("gradaudit.")
 
     @classmethod
     def takes(cls, task: str) -> bool:

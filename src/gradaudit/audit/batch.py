@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from gradaudit.audit.prepare import Prepared, private_batch
-from gradaudit.audit.run_attack import attempt
+from gradaudit.audit.run_attack import attempt, shareable
 from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of, observation
 from gradaudit.judge.diagnosis import diagnose
@@ -63,7 +63,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, BaseModel]:
     blind = build("attack", "blind", {})(seen, stream(case.seed, "blind", index))
     baseline = judge.judge(batch, blind)
     tried = attempt(attack, seen, stream(case.seed, "attack", index), partial(judge.judge, batch))
-    found = tried.found
+    found, told = tried.found, shareable(attack, tried.found)
     verdict = tried.verdict if tried.verdict is not None else judge.nothing(batch)
     diagnosis = None
     if case.metrics.diagnose and found is not None and tried.verdict is not None and attack.name != "blind":
@@ -102,8 +102,8 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, BaseModel]:
         spectrum=shape,
         share_of_parameters=ready.selection.share(ready.model, seen.tensors.values()),
         diagnosis=diagnosis,
-        notes=notes_of(found, len(batch)),
-        details={k: finite(v) if isinstance(v, float) else v for k, v in found.details.items()} if found else {},
+        notes=notes_of(told, len(batch)),
+        details={k: finite(v) if isinstance(v, float) else v for k, v in told.details.items()} if told else {},
         **judge.load(batch),
         **verdict.of_record(baseline),
     )

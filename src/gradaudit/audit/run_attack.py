@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from gradaudit.models.base import Model
 from gradaudit.types import Observation, Reconstruction
 
 M = TypeVar("M", bound=Model)
+_LEFT_OUT = "is left out: the attack does not declare `textless = True`"
 J = TypeVar("J")
 
 
@@ -56,12 +57,26 @@ def attempt(
         seconds = time.perf_counter() - began
         verdict = judged(found)
     except AuditError as problem:
-        error = str(problem)
+        error = str(problem) if attack.shares_no_text() else _unread(problem)
         unsupported = isinstance(problem, NotSupportedError)
         seconds = time.perf_counter() - began
     except ModelChangedError:
         raise
     except Exception as problem:  # a failing batch is a record; the others go on
         error = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
+        error = error if attack.shares_no_text() else _unread(problem)
         seconds = time.perf_counter() - began
     return Attempt(found, verdict, error, unsupported, seconds)
+
+
+def shareable(attack: Attack[M], found: Reconstruction | None) -> Reconstruction | None:
+    """Return a reconstruction whose notes and details may stand in a record: none where nothing is promised."""
+    if found is None or attack.shares_no_text() or not (found.notes or found.details):
+        return found
+    return replace(found, notes=(f"notes and details of '{attack.name}' {_LEFT_OUT}",), details={})
+
+
+def _unread(problem: Exception) -> str:
+    """Return the kind of an error whose text may hold what was recovered."""
+    ours = type(problem).__module__ in ("builtins", "gradaudit.errors")  # a class may be named by chance as well
+    return f"{type(problem).__name__ if ours else 'an error of its own'}; its text {_LEFT_OUT}"

@@ -6,6 +6,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -324,6 +325,7 @@ def _ready(parent: int, threads: int, stop: Event) -> None:
     """Set a process up, and let it end when it is told to, or the one that started it is gone, however it went."""
     ready_process()
     torch.set_num_threads(threads)
+    sys.stdout = sys.stderr  # what a plugin prints is no line of the sweep's JSON
 
     def watch() -> None:
         while os.getppid() == parent and not stop.wait(1):
