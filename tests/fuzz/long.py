@@ -1,0 +1,187 @@
+"""The long run: thousands of broken inputs, each in a forked child with limits of time and memory, and their counts.
+
+    cd tests && PYTHONPATH=. python -m fuzz.long --each 800 --write ../benchmarks/results/reliability.md
+
+Faults are kept in the folder that --faults names, a file each, to be looked at and mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from fuzz.corpus import make_corpus
+from fuzz.inputs import Input, every_kind
+from fuzz.program import Outcome, ended, placed
+
+HANG, MEMORY = 20, 2 << 30
+"""Seconds that an input may take, and bytes beyond those of the program itself."""
+
+
+@dataclass
+class Count:
+    """What came of the inputs of one kind."""
+
+    tried: int = 0
+    codes: Counter[int] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    memory: int = 0
+
+
+def in_child(one: Input, root: Path, limit: int) -> tuple[str, int, float, int, str]:
+    """Run an input in a forked child; returns what is wrong, exit code, seconds, MiB that it added, and output."""
+    with placed(one, root) as folder, tempfile.TemporaryFile() as said:
+        began = time.perf_counter()
+        child = os.fork()
+        if not child:
+            _be_child(one, folder, said.fileno(), limit)
+        own = peak = _resident(child)
+        status = None
+        while status is None:
+            done, code = os.waitpid(child, os.WNOHANG)
+            if done:
+                status = code
+                break
+            peak = max(peak, _resident(child))
+            if time.perf_counter() - began > HANG:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(0.005)
+        seconds = time.perf_counter() - began
+        said.seek(0)
+        text = said.read().decode("utf8", errors="replace")
+        more = max(0, peak - own) >> 20
+        if status is None:
+            return f"over {HANG} s", -1, seconds, more, text
+        if os.WIFSIGNALED(status):
+            return f"signal {os.WTERMSIG(status)}", -1, seconds, more, text
+        code = os.WEXITSTATUS(status)
+        fault = Outcome(code, text).fault(one)
+        return fault or ("over 2 GB" if "not enough memory" in text else ""), code, seconds, more, text
+
+
+def _resident(process: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * resource.getpagesize()
+
+
+def _be_child(one: Input, folder: Path, said: int, limit: int) -> None:
+    code = 70
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        outcome = ended(one, folder)
+        os.write(said, outcome.said.encode("utf8", errors="replace"))
+        code = outcome.code
+    except BaseException as error:
+        os.write(said, f"Traceback: {type(error).__name__}: {error}".encode("utf8", errors="replace"))
+    finally:
+        os._exit(code)
+
+
+def run_kind(kind: str, root: Path, each: int, number: int, faults: Path | None) -> Count:
+    """Try so many inputs of one kind."""
+    count = Count()
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
+
+    @seed(number)
+    @settings(max_examples=each, deadline=None, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(every_kind(root)[kind])
+    def tried(one: Input) -> None:
+        fault, code, seconds, more, text = in_child(one, root, limit)
+        count.tried += 1
+        count.codes[code] += 1
+        count.seconds.append(seconds)
+        count.memory = max(count.memory, more)
+        if fault:
+            count.faults[fault] += 1
+            if faults is not None:
+                shown = "\n".join(f"--- {path}\n{content[:3000]!r}" for path, content in one.files.items())
+                last = f"{fault}\n{shlex.join(one.arguments)}\n{shown}\n--- said\n{text[-6000:]}\n"
+                (faults / f"{kind}-{count.tried}.txt").write_text(last, encoding="utf8", errors="replace")
+
+    tried()
+    return count
+
+
+def table(counts: dict[str, Count], command: str) -> str:
+    """Return the page of results."""
+    head = [
+        "# Reliability: broken inputs of every kind",
+        "",
+        f"`{command}`, {platform.machine()}, one thread, Python {platform.python_version()}, "
+        f"torch {torch.__version__.partition('+')[0]}; the machine was shared, so that seconds are upper bounds.",
+        "",
+        "Each input is a good one with something wrong in it, run by the whole program in a child with a limit of "
+        f"{HANG} s and {MEMORY >> 30} GiB beyond what the program takes before it reads anything.",
+        "A sentence: neither a traceback nor silence. MiB: the largest that an input added.",
+        "",
+        "| broken | tried | in a sentence | exit 0 | 1 | 2 | 3 | other | faults | seconds: median | most | MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    whole = Count()
+    for kind, one in counts.items():
+        head.append(_row(kind, one))
+        whole.tried += one.tried
+        whole.codes += one.codes
+        whole.faults += one.faults
+        whole.seconds += one.seconds
+        whole.memory = max(whole.memory, one.memory)
+    return "\n".join([*head, _row("all", whole), ""])
+
+
+def _row(kind: str, one: Count) -> str:
+    other = sum(n for code, n in one.codes.items() if code not in (0, 1, 2, 3))
+    wrong = sum(one.faults.values())
+    said = ", ".join(f"{n} {name}" for name, n in one.faults.most_common()) or "0"
+    codes = " | ".join(str(one.codes[code]) for code in (0, 1, 2, 3))
+    middle = statistics.median(one.seconds)
+    return (
+        f"| {kind} | {one.tried} | {one.tried - wrong} | {codes} | {other} | {said} | {middle:.2f} | "
+        f"{max(one.seconds):.1f} | {one.memory} |"
+    )
+
+
+def main() -> None:
+    """Run the fuzz and write its table."""
+    told = argparse.ArgumentParser(description=__doc__)
+    told.add_argument("--each", type=int, default=800, help="inputs of each kind")
+    told.add_argument("--kinds", nargs="*", help="some kinds alone")
+    told.add_argument("--seed", type=int, default=0)
+    told.add_argument("--faults", type=Path, help="folder for what went wrong")
+    told.add_argument("--write", type=Path, help="file of the table")
+    given_ = told.parse_args()
+    torch.set_num_threads(1)
+    if given_.faults is not None:
+        given_.faults.mkdir(parents=True, exist_ok=True)
+    counts: dict[str, Count] = {}
+    with tempfile.TemporaryDirectory() as where:
+        root = make_corpus(Path(where) / "corpus")
+        for kind in given_.kinds or every_kind(root):
+            counts[kind] = run_kind(kind, root, given_.each, given_.seed, given_.faults)
+            print(_row(kind, counts[kind]), flush=True)
+    if given_.write is not None:
+        given_.write.write_text(table(counts, f"python -m fuzz.long {shlex.join(sys.argv[1:])}"), encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
