@@ -273,6 +273,19 @@ def test_a_training_that_was_stopped_ends_as_it_would_have(tmp_path, monkeypatch
     assert all(torch.equal(p, dict(whole.named_parameters())[n]) for n, p in fresh.named_parameters())
     place.write_bytes(b"no checkpoint")
     assert train(Network(shape, stream(0, "weights")), batch, validate, recipe, place, "", loss_of) == expected
+    whole_file = load_file(place)
+    numbers = {"step": 17, "waited": 0, "best": 10, "score": 1.0}
+    one = next(iter(dict(whole.named_parameters())))
+    lacking = {n: t for n, t in whole_file.items() if n != f"exp_avg_sq.{one}"}
+    for tensors, told in (
+        (whole_file, "[" * 3000),
+        (whole_file, json.dumps(numbers | {"step": None})),
+        (lacking, json.dumps(numbers)),
+        (whole_file | {f"best.{one}": torch.zeros(2)}, json.dumps(numbers)),
+    ):
+        save_file(tensors, place, {"state": told})
+        begun = train(Network(shape, stream(0, "weights")), batch, validate, recipe, place, "", loss_of)
+        assert begun == expected, "a damaged checkpoint is passed over"
 
 
 def test_settings_that_make_no_sense_are_refused():

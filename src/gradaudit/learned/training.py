@@ -185,19 +185,26 @@ class _State:
         """Take up what was written; a file that is not of this training is passed over."""
         try:
             with stored_tensors(path) as file:
-                numbers = json.loads(file.metadata["state"])
+                told = json.loads(file.metadata["state"])
+                step, waited, best_step = (int(told[name]) for name in ("step", "waited", "best"))
+                score = float(told["score"])
                 wanted = {n: tuple(p.shape) for n, p in self.parameters.items()}
-                if any(file.shapes.get(f"{kind}.{n}") != s for n, s in wanted.items() for kind in ("now", "exp_avg")):
+                kinds = (
+                    "now",
+                    "exp_avg",
+                    "exp_avg_sq",
+                    *(("best",) if any(n.startswith("best.") for n in file.shapes) else ()),
+                )
+                if any(file.shapes.get(f"{kind}.{n}") != s for n, s in wanted.items() for kind in kinds):
                     return
                 held = file.read(file.shapes)
-        except (BadInputError, KeyError, ValueError):
+        except (BadInputError, KeyError, ValueError, TypeError, OverflowError, RecursionError):
             return
         with torch.no_grad():
             for name, p in self.parameters.items():
                 p.copy_(held[f"now.{name}"])
                 moments = {k: held[f"{k}.{name}"].to(p) for k in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[p] = {"step": torch.tensor(float(numbers["step"])), **moments}
+                self.optimizer.state[p] = {"step": torch.tensor(float(step)), **moments}
         device = next(iter(self.parameters.values())).device
         self.best = {n.removeprefix("best."): t.to(device) for n, t in held.items() if n.startswith("best.")}
-        self.step, self.waited = int(numbers["step"]), int(numbers["waited"])
-        self.best_step, self.score = int(numbers["best"]), float(numbers["score"])
+        self.step, self.waited, self.best_step, self.score = step, waited, best_step, score
