@@ -37,12 +37,16 @@ CASE: dict[str, Any] = {
 }
 CLAIMS: dict[str, Any] = {
     "claim": [
-        {"mechanism": "gaussian", "clipped": "example", "clip": 1.0, "noise_std": 1e-3, "examples": 200, "rounds": 5,
-         "delta": 1e-5, "declared_epsilon": 10.0},
-        {"mechanism": "dp-sgd", "noise_multiplier": 1.0, "batch_size": 64, "examples": 8551, "steps": 134,
-         "sampling": "poisson", "declared_epsilon": 3.0, "unit": "example"},
+        {"name": "noise", "mechanism": "gaussian", "clipped": "example", "clip": 1.0, "noise_std": 1e-3,
+         "examples": 200, "rounds": 5, "delta": 1e-5, "declared_epsilon": 10.0, "unit": "client"},
+        {"name": "steps", "mechanism": "dp-sgd", "noise_multiplier": 1.0, "batch_size": 64, "examples": 8551,
+         "steps": 134, "sampling": "poisson", "declared_epsilon": 3.0, "unit": "example"},
     ]
 }  # fmt: skip
+SWEEP: dict[str, Any] = {k: v for k, v in CASE.items() if k != "client"} | {
+    "data": {"path": "rows.csv", "label": "label"},
+    "axes": {"data.batch_size": [1, 2], "client.dropout": [True]},
+}
 _LTI = {"path": "rows.csv", "rows": 6, "label": "label"}
 
 
@@ -56,9 +60,11 @@ def make_corpus(root: Path) -> Path:
         model = load_model(ModelSpec(f"random:{root / 'bert'}"))
         module = model.module
         if name == "adapted":
-            module = peft.get_peft_model(
-                module, peft.LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["query", "value"])
-            )
+            how = peft.LoraConfig(task_type="SEQ_CLS", r=16, target_modules=["query", "value"])
+            module = peft.get_peft_model(module, how).eval()
+            for weight, value in module.named_parameters():
+                if "lora_B" in weight:  # as after some steps
+                    value.data.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(1)))
         given = model.tokenizer(ROWS[:2], padding=True, return_tensors="pt")
         given.pop("token_type_ids", None)
         with gradaudit.capture(module, root / name, tokenizer=model.tokenizer):
@@ -77,7 +83,9 @@ def _run_and_fit(root: Path) -> None:
     fit_case(prepare(parse_case(learned), root, CPU), root / "inverter")
     told = {**learned["attack"], "inverter": "inverter"}
     (root / "lti.toml").write_bytes(toml(learned | {"attack": told}))
-    (root / "again.toml").write_bytes(toml(CASE))
+    parquet = CASE | {"data": {"path": "rows.parquet", "label": "label"}}
+    for name, held in {"again": CASE, "claims": CLAIMS, "sweep": SWEEP, "parquet": parquet}.items():
+        (root / f"{name}.toml").write_bytes(toml(held))
     rows = {"text": ROWS, "label": [n % 2 for n in range(len(ROWS))]}
     pyarrow.parquet.write_table(pyarrow.table(rows), root / "rows.parquet")
 

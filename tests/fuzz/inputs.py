@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
-from fuzz.corpus import CASE, CLAIMS, as_toml, toml
+from fuzz.corpus import CASE, CLAIMS, SWEEP, as_toml, toml
+from gradaudit.registry import known
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,15 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from _places(one, (*path, key))
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if inner is None:
+        yield value
+    else:
+        for one in inner:
+            yield from _leaves(one)
+
+
 @st.composite
 def broken_data(draw: st.DrawFn, data: Any, most: int = 2) -> Any:
     """Draw data like some JSON or TOML, with a value replaced, left out, moved or added."""
@@ -64,18 +77,24 @@ def broken_data(draw: st.DrawFn, data: Any, most: int = 2) -> Any:
     for _ in range(draw(st.integers(1, most))):
         places = [path for path in _places(data) if path]
         if not places:
-            return draw(ODD)
+            return copy.deepcopy(draw(ODD))
         *where, last = draw(st.sampled_from(places[:400]))
         held: Any = data
         for key in where:
             held = held[key]
-        how = draw(st.sampled_from(["replace", "replace", "replace", "drop", "add", "swap"]))
-        if how == "replace":
-            held[last] = draw(ODD)
+        how = draw(st.sampled_from(["replace", "replace", "near", "near", "drop", "add", "swap"]))
+        if how == "near" and isinstance(held[last], int | float):
+            held[last] = type(held[last])(held[last] * draw(st.sampled_from([0, -1, 2, 10, 1000, 10**6])))
+        elif how == "near" and isinstance(held[last], str):
+            held[last] = draw(st.sampled_from(sorted({v for v in _leaves(data) if isinstance(v, str)})))
+        elif how in ("replace", "near"):
+            held[last] = copy.deepcopy(draw(ODD))  # what is drawn may be changed next
         elif how == "drop":
             del held[last]
         elif how == "add" and isinstance(held, dict):
-            held[draw(st.sampled_from(["x", "name", "", "__class__", "path", "auto_map", "lora", "axes"]))] = draw(ODD)
+            held[draw(st.sampled_from(["x", "name", "", "__class__", "path", "auto_map", "lora", "axes"]))] = (
+                copy.deepcopy(draw(ODD))
+            )
         else:
             held[last] = copy.deepcopy(draw(st.sampled_from([data, held, *(CASE.values())])))
     return data
@@ -109,12 +128,8 @@ def cases() -> st.SearchStrategy[Input]:
 
 
 def sweeps() -> st.SearchStrategy[Input]:
-    axes = {"data.batch_size": [1, 2], "client.dropout": [True]}
-    good = {k: v for k, v in CASE.items() if k != "client"} | {
-        "axes": axes,
-        "data": {"path": "rows.csv", "label": "label"},
-    }
-    made = st.one_of(broken_data(good).map(toml), broken_bytes(toml(good)))
+    """Sweeps of two points."""
+    made = st.one_of(broken_data(SWEEP).map(toml), broken_bytes(toml(SWEEP)))
     return made.map(lambda d: Input("sweep", ("sweep", "file.toml", "--out", "out", "--json"), {"file.toml": d}))
 
 
@@ -195,6 +210,42 @@ def _of_folder(kind: str, root: Path, path: str, arguments: tuple[str, ...]) -> 
     return made.map(lambda d: Input(kind, arguments, {path: d}))
 
 
+@st.composite
+def updates(draw: st.DrawFn, root: Path) -> Input:
+    """Updates that no training sends, in bundles that are otherwise whole, and knowledge that nobody has."""
+    tensors = load((root / "bundle" / "update.safetensors").read_bytes())
+    manifest = json.loads((root / "bundle" / "manifest.json").read_bytes())
+    for name in draw(st.lists(st.sampled_from(sorted(tensors)), max_size=6)):
+        value, how = (
+            tensors.pop(name),
+            draw(st.sampled_from(["spike", "scale", "zero", "one", "noise", "rows", "drop"])),
+        )
+        size = draw(st.sampled_from([1e-30, 1e-6, 1.0, 1e6, 1e30, -1.0]))
+        if how == "spike":
+            value = torch.zeros_like(value)
+            value.view(-1)[-1] = size
+        elif how == "rows":
+            value = value.flip(0).contiguous()
+        elif how == "noise":
+            value = size * torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
+        elif how != "drop":
+            value = {"scale": size * value, "zero": 0 * value, "one": torch.full_like(value, size)}[how]
+        if how != "drop":
+            tensors[name] = value
+    if draw(st.booleans()):
+        manifest["knowledge"] = draw(broken_data(manifest["knowledge"], 3))
+    else:
+        sure = {"lengths": [6, 5], "labels": [0, 1], "dropout": draw(st.sampled_from([0.0, 0.1, 0.9])),
+                "defenses": [{"name": draw(st.sampled_from(sorted(known("defense"))))}]}  # fmt: skip
+        manifest["knowledge"] |= {key: sure[key] for key in draw(st.lists(st.sampled_from(sorted(sure)), unique=True))}
+    manifest["kind"] = draw(st.sampled_from(["gradient", "gradient", "delta"]))
+    data = save(tensors)
+    manifest |= {"sha256": hashlib.sha256(data).hexdigest(), "tensors": {n: list(t.shape) for n, t in tensors.items()}}
+    files = {"bundle/update.safetensors": data, "bundle/manifest.json": json.dumps(manifest).encode()}
+    attack = draw(st.sampled_from([("dager",), ("decode",), ("blind",), ("tag", "--set", "steps=2")]))
+    return Input("update", ("attack", "bundle", "--json", "--attack", *attack), files)
+
+
 def every_kind(root: Path) -> dict[str, st.SearchStrategy[Input]]:
     """Return the strategy of each kind of input, by its name.
 
@@ -213,6 +264,7 @@ def every_kind(root: Path) -> dict[str, st.SearchStrategy[Input]]:
             _of_folder("bundle", root, "bundle/manifest.json", bundle),
             _of_folder("bundle", root, "bundle/update.safetensors", bundle),
         ),
+        "update": updates(root),
         "config": st.one_of(
             _of_folder("config", root, "bundle/model/config.json", bundle),
             _of_folder("config", root, "bundle/model/model.safetensors", bundle),

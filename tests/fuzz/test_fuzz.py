@@ -13,7 +13,7 @@ from fuzz.inputs import Input, every_kind
 from fuzz.program import ended, placed
 
 EXAMPLES, SECONDS = 6, 60
-KINDS = ("case", "sweep", "claims", "options", "data", "bundle", "config", "tokenizer", "adapters", "records",
+KINDS = ("case", "sweep", "claims", "options", "data", "bundle", "update", "config", "tokenizer", "adapters", "records",
          "inverter", "checkpoint")  # fmt: skip
 
 
@@ -42,6 +42,18 @@ def test_a_broken_input_ends_in_a_sentence(corpus: Path, kind: str):
         assert not outcome.fault(one), outcome.said[-2000:]
 
     tried()
+
+
+@pytest.mark.parametrize("arguments", [
+    ("check", "again.toml"), ("claims", "claims.toml"), ("attack", "bundle"), ("attack", "adapted"), ("report", "run"),
+    ("run", "lti.toml", "--out", "out"), ("sweep", "sweep.toml", "--out", "out"), ("check", "parquet.toml"),
+])  # fmt: skip
+def test_what_is_broken_was_good(corpus: Path, arguments: tuple[str, ...]):
+    """The fuzz would find nothing in inputs that the program refuses anyway."""
+    one = Input("good", arguments)
+    with placed(one, corpus) as folder:
+        outcome = ended(one, folder)
+    assert outcome.code == (1 if arguments[0] == "claims" else 0), outcome.said
 
 
 def test_the_fuzz_would_notice(corpus: Path, monkeypatch):
