@@ -82,6 +82,16 @@ def test_a_rank_that_no_memory_holds(gradaudit, folders, tmp_path: Path):
     assert "LoRA of rank 2147483648 is above every width of its matrices; at most 32" in err
 
 
+def test_more_blocks_than_any_model_has(gradaudit, folders, tmp_path: Path):
+    file = tmp_path / "file.toml"
+    file.write_text(f'model = "random:{folders["bert"]}"\nlayers = {10**26}\n[attack]\nname = "decode"\n')
+    signal.alarm(60)
+    code, _, err = gradaudit("check", file)
+    signal.alarm(0)
+    assert code == 2
+    assert "blocks is not made; at most 1000" in err
+
+
 @pytest.fixture
 def made(load, tmp_path: Path) -> Path:
     model = load("bert")

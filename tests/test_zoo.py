@@ -12,7 +12,7 @@ import torch
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models import packages
 from gradaudit.models.spec import ModelSpec
-from gradaudit.models.zoo import load_model
+from gradaudit.models.zoo import head_classes, load_model
 
 
 def test_the_same_spec_gives_the_same_weights_and_another_seed_others(folders):
@@ -159,3 +159,12 @@ def test_minilm_is_the_real_one():
     far = F.cosine_similarity(mean("The child is ill."), mean("Stock markets fell sharply."))
     assert float(near) > 0.7
     assert float(far) < 0.3
+
+
+def test_a_mistyped_name_is_not_asked_of_the_hub(monkeypatch):
+    def asked(*_, **__):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asked)
+    assert head_classes("minilmm") is None
+    assert head_classes("random:gpt-2") is None

@@ -65,6 +65,8 @@ SHAPES: dict[str, Shape] = {
     ),
 }
 RANDOM = "random:"
+_MOST_BLOCKS = 1000
+"""Of a model: no architecture has nearly as many, and each takes time and memory before anything is read."""
 
 
 @contextmanager
@@ -133,6 +135,8 @@ def _configure(config: Any, task: str, labels: int, blocks: int | None) -> None:
     if task == "classification":
         config.num_labels = labels
     if blocks is not None:
+        if blocks > _MOST_BLOCKS:
+            raise BadInputError(f"a model of {blocks} blocks is not made; at most {_MOST_BLOCKS}")
         setattr(config, "n_layer" if config.model_type == "gpt2" else "num_hidden_layers", blocks)
 
 
@@ -179,7 +183,8 @@ def head_classes(name: str) -> tuple[str, ...] | None:
     Args:
         name: as in a case: a folder or a hub id; embedded models and random shapes have no such head.
     """
-    if name in EMBEDDED or name.startswith("random:"):
+    # what can be neither a folder nor a hub id is refused when it is loaded, and must not be asked of the hub
+    if name in EMBEDDED or name.startswith(RANDOM) or not (Path(name).is_dir() or "/" in name):
         return None
     from transformers import AutoConfig
 
