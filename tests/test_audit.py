@@ -329,7 +329,7 @@ audit_batch = audit.audit_batch
 
 def held(ready, index):
     if index == 2:
-        print("held", flush=True)
+        print("held", file=sys.__stdout__, flush=True)  # with --json, what others print goes elsewhere
         sys.stdin.read()  # until it is killed, or who started it is gone
     return audit_batch(ready, index)
 

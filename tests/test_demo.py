@@ -34,7 +34,8 @@ def test_the_demo_shows_what_leaks(tmp_path: Path, monkeypatch):
     assert by[demo.PRACTICAL, "decode"].certificates == {"proven": 4}
     trainer = by[demo.TRAINER, "decode"]
     assert trainer.scores["exact"] == 100.0
-    assert trainer.certificates == {"proven": 4}
+    assert sum(trainer.certificates.values()) == 4
+    assert trainer.certificates.keys() <= {"proven", "likely"}, "which of the two hangs on the draw of the masks"
     assert trainer.knowledge["training"]["optimizer"] == "adamw"
     assert trainer.words is not None
     assert (trainer.words.precision, trainer.words.recall) == (100.0, 100.0)

@@ -1,6 +1,6 @@
 """The long run: thousands of broken inputs, each in a forked child with limits of time and memory, and their counts.
 
-    cd tests && HF_HUB_OFFLINE=1 PYTHONPATH=. python -m fuzz.long --each 800 --write ../benchmarks/results/reliability.md
+    cd tests && HF_HUB_OFFLINE=1 PYTHONPATH=. python -m fuzz.long --write ../benchmarks/results/reliability.md
 
 Faults are kept in the folder that --faults names, a file each, to be looked at and mended.
 """
