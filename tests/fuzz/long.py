@@ -179,8 +179,9 @@ def main() -> None:
         for kind in given_.kinds or every_kind(root):
             counts[kind] = run_kind(kind, root, given_.each, given_.seed, given_.faults)
             print(_row(kind, counts[kind]), flush=True)
-    if given_.write is not None:
-        given_.write.write_text(table(counts, f"python -m fuzz.long {shlex.join(sys.argv[1:])}"), encoding="utf8")
+            if given_.write is not None:
+                command = f"python -m fuzz.long {shlex.join(sys.argv[1:])}"
+                given_.write.write_text(table(counts, command), encoding="utf8")
 
 
 if __name__ == "__main__":
