@@ -215,7 +215,7 @@ def updates(draw: st.DrawFn, root: Path) -> Input:
     """Updates that no training sends, in bundles that are otherwise whole, and knowledge that nobody has."""
     tensors = load((root / "bundle" / "update.safetensors").read_bytes())
     manifest = json.loads((root / "bundle" / "manifest.json").read_bytes())
-    for name in draw(st.lists(st.sampled_from(sorted(tensors)), max_size=6)):
+    for name in draw(st.lists(st.sampled_from(sorted(tensors)), max_size=6, unique=True)):
         value, how = (
             tensors.pop(name),
             draw(st.sampled_from(["spike", "scale", "zero", "one", "noise", "rows", "drop"])),
