@@ -401,13 +401,13 @@ def _followed(
     if below is not None:
         grown = [tuple(words[at] for at in one) for one in tree.grown]
         deeper = held_deeper(model, below, grown, words, _PER_SENTENCE * (seen.knowledge.batch_size or 1), rng)
-        if deeper.chi2 < _SETTLED:
+        if deeper is not None and deeper.chi2 < _SETTLED:
+            details |= {"chi2_block_1": round(deeper.chi2, 3)}
             sure = [proofs and one for one in deeper.proven]
             told = {
                 one: "proven" if new or told.get(one) == "proven" else "likely"
                 for one, new in zip(deeper.sentences, sure, strict=True)
             }
-        details |= {"chi2_block_1": round(deeper.chi2, 3)}
     elif tree.open_:
         notes.append(f"{len(tree.open_)} of {len(found.rows)} words are not explained by where they were put")
     if model.spec.task == "causal-lm":

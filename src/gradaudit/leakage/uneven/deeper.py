@@ -2,9 +2,9 @@
 
 In the first block of a rotary model a word has one row wherever it stands; what came back to words of many places is
 the sum of their pasts, and may be told wrongly. In the second block every prefix has a row of its own. Prefixes grow
-word by word in the low rank of its entries as far as their errors allow, some of them wrong. But each row is known
-exactly then, and with all of them held fixed nothing comes back to the wrong ones: they go out. Where too many entries
-are bounds for a fit of low rank (SmolLM2, four sentences at 1e-5: 87%) the prefixes found in the first block are held.
+by words that lie in the low rank of its entries and explain what all others leave, the loudest first. Each row is known
+exactly, and with all of them held fixed nothing comes back to wrong ones: they go out. Where too many entries are
+bounds for a fit of low rank (SmolLM2, four sentences at 1e-5: 87%) the prefixes found in the first block are held.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.prefixes import Attended, last_inputs, leaf_values
+from gradaudit.leakage.rowspace.prefixes import last_inputs
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, FINE, Explanation, explain
@@ -26,15 +26,17 @@ from gradaudit.progress import step
 BLOCK = 1
 """The block whose rows are held against the update."""
 _OFF, _NEAR = 4.0, 5e-3
-"""A prefix may be so many times as far off the low rank as the errors of its directions make it, or as this distance
+"""A row may be so many times as far off the low rank as the errors of its directions make it, or as this distance
 (SmolLM2, 5e-5, 40 words: right ones at most 3.1, wrong ones from 1.1, half of them beyond 4.5)."""
 _LARGEST_SHARE = 0.8
 """Largest rank tried, as a share of the width."""
 _IDLE = 3.0
 """A row whose signals each explain less than so many squared errors is none: chance makes 1."""
-_LOUD = 0.5
+_LOUD = 0.9
 """Words that explain this share of what the best one does are taken with it, each behind one prefix: behind others the
 same word's row is nearly the same."""
+_SPARE = 1.1
+"""Prefixes that may be held, times the rank: of 35 to 50 right ones the fit showed all but 3 (SmolLM2, 5e-5)."""
 _TOGETHER = 1024
 """Texts whose rows are made together: bounds memory."""
 
@@ -68,7 +70,8 @@ class Deeper:
 
     Args:
         sentences: prefixes that nothing follows.
-        proven: of each, whether all is explained and no other word, nor the same behind another prefix, would do.
+        proven: of each, whether all is explained, a further word would show, and no other word, nor the same behind
+            another prefix, would do.
         chi2: what they leave of the entries, per degree of freedom.
     """
 
@@ -104,56 +107,46 @@ class _Held:
                 self._made |= dict(zip(some, rows, strict=True))
         return torch.stack([self._made[text] for text in texts])
 
-    def grown(self, first: int) -> list[Text]:
-        """Return the prefixes that lie in the low rank of the entries; none where no low rank shows.
+    def span(self, first: int) -> Span | None:
+        """Return the low rank of the entries; None where none shows.
 
         Args:
             first: directions to start from.
         """
         fit = self.fitting.fit(int(_LARGEST_SHARE * self.model.width), first=first, beyond=1)
         if fit is None:
-            return []
-        span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, BLOCK, (), fit.lost, fit.scale)
+            return None
+        return Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, BLOCK, (), fit.lost, fit.scale)
 
-        def far(rows: Tensor) -> Tensor:
-            return span.residual(rows) / span.expected(rows).clamp_min(_NEAR)
+    def others(self, texts: Sequence[Text]) -> list[Text]:
+        """Return every word behind every text, and as a first one, where it is none of them."""
+        taken = set(texts)
+        return [text for before in [(), *texts] for w in self.words if (text := (*before, w)) not in taken]
 
-        attended, found = Attended(self.model, BLOCK), list[Text]()
-        candidates = torch.tensor(self.words, device=fit.basis.device)
-        prefixes = torch.zeros((1, 0), dtype=torch.long, device=fit.basis.device)
-        # each word of the longest sentence is a direction
-        for _ in range(min(fit.rank, self.model.max_length)):
-            off = leaf_values(attended, prefixes, candidates, [((BLOCK, "q"), far)])[0]
-            # a run of the first word has the row of that word alone, however long it is
-            if prefixes.shape[1]:
-                runs = (prefixes == prefixes[:, :1]).all(1)
-                off[runs[:, None] & (candidates == prefixes[:, :1])] = torch.inf
-            parent, word = torch.where(off < _OFF)
-            nearest = off[parent, word].argsort()[: fit.rank]
-            prefixes = torch.cat([prefixes[parent[nearest]], candidates[word[nearest], None]], 1)
-            found += [tuple(text) for text in prefixes.tolist()]
-            step(f"decode: {len(found)} prefixes in block {BLOCK}", len(found))
-            if len(prefixes) == 0:
-                break
-        return found
+    def within(self, texts: Sequence[Text], span: Span) -> list[Text]:
+        """Return the texts whose rows lie in the low rank as far as its errors allow."""
+        rows = self.made(texts) * self.fitting.columns
+        off = span.residual(rows) / span.expected(rows).clamp_min(_NEAR)
+        return [text for text, far in zip(texts, off.tolist(), strict=True) if far < _OFF]
 
-    def heard(self, texts: Sequence[Text], candidates: Sequence[Text]) -> list[Text]:
-        """Return texts, and of some candidates those that explain what they leave, the loudest first.
+    def grown(self, texts: Sequence[Text], span: Span, most: int) -> list[Text]:
+        """Return texts and those behind them that explain what they leave, the loudest first.
 
         Args:
             texts: held from the start, at least one.
-            candidates: that may be added.
+            span: low rank of the entries.
+            most: texts held at most.
         """
         texts, rows = list(texts), self.made(texts)
         left: Tensor | None = None
-        while more := [text for text in candidates if text not in texts]:
+        while len(texts) <= most and (more := self.within(self.others(texts), span)):
             left = self.fitting.freed(rows, FLOORS[-1], self.fitting.signals(rows, FLOORS[-1], left))
             chosen: dict[int, Text] = {}
             heard = loudest(self.fitting, rows, left, FLOORS[-1], torch.split(self.made(more), _TOGETHER))
             for gain, at in heard:
                 if gain > max(_IDLE, _LOUD * heard[0][0]):
                     chosen.setdefault(more[at][-1], more[at])
-            if not chosen or len(texts) >= self.model.width:
+            if not chosen:
                 break
             texts += chosen.values()
             rows = self.made(texts)
@@ -164,7 +157,8 @@ class _Held:
     def explained(self, texts: Sequence[Text]) -> tuple[list[Text], Explanation]:
         """Return the texts and all that they begin with, without ends that explain nothing, and what they explain."""
         texts = sorted({text[:n] for text in texts for n in range(1, len(text) + 1)})
-        rows, left = self.made(texts), None
+        rows = self.made(texts)
+        left: Tensor | None = None
         while True:
             for floor in FINE[:-1]:
                 left = self.fitting.signals(rows, floor, left)
@@ -184,11 +178,10 @@ class _Held:
             texts: those that are held.
             energy: [f, d] growth of chi^2 by a square of the coordinate.
         """
-        taken, rows = set(texts), self.made(texts)
-        others = [text for before in [(), *texts] for w in self.words if (text := (*before, w)) not in taken]
+        rows = self.made(texts)
         least = torch.full_like(energy[:, 0], torch.inf)
         own = (energy * rows.square()).sum(1, keepdim=True)
-        for other in torch.split(self.made(others), _TOGETHER):
+        for other in torch.split(self.made(self.others(texts)), _TOGETHER):
             grown = energy @ other.square().T - 2 * (energy * rows) @ other.T + own
             least = torch.minimum(least, grown.min(1).values)
         return least
@@ -202,8 +195,10 @@ def ends_of(texts: Sequence[Text]) -> list[Text]:
 
 def held_deeper(
     model: TextModel, seen: Entries, start: Sequence[Text], words: Sequence[int], size: int, rng: torch.Generator
-) -> Deeper:
+) -> Deeper | None:
     """Return the sentences that explain a deeper block's entries, beginning with those found in the first.
+
+    None where that takes more prefixes than the entries have directions: of many wrong ones some explain anything.
 
     Args:
         model: a decoder.
@@ -214,8 +209,14 @@ def held_deeper(
         rng: draws errors.
     """
     held = _Held(model, seen, words, rng)
-    texts, told = held.explained(held.heard(start, held.grown(size)))
+    start = sorted({text[:n] for text in start for n in range(1, len(text) + 1)})
+    span = held.span(size)
+    most = len(start) if span is None else max(len(start), int(_SPARE * span.rank))
+    texts, told = held.explained(start if span is None else held.grown(start, span, most))
+    if len(texts) > most:
+        return None
     sure = dict(zip(texts, (told.apart > APART).tolist(), strict=True))
     found = ends_of(texts)
-    proven = [told.chi2 < EXPLAINED and all(sure[text[:n]] for n in range(1, len(text) + 1)) for text in found]
+    whole = told.chi2 < EXPLAINED and told.sharp
+    proven = [whole and all(sure[text[:n]] for n in range(1, len(text) + 1)) for text in found]
     return Deeper(found, proven, told.chi2)
