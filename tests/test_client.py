@@ -164,6 +164,27 @@ def test_low_precision_is_autocast_on_the_module_itself(load, precision, kind):
         assert not torch.equal(found[name], plain[name])
 
 
+@pytest.mark.parametrize("guarded", [False, True], ids=["whole", "by example"])
+def test_label_smoothing_is_torchs(load, guarded):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 6), 1))
+    module = copy.deepcopy(model.module)
+    logits = module(input_ids=batch.ids, attention_mask=batch.mask.long()).logits
+    torch.nn.functional.cross_entropy(logits, batch.labels, label_smoothing=0.2).backward()
+    guard = build("defense", "dp-sgd", {"clip": 1e6, "noise_multiplier": 0.0})
+    client = Client(model, LocalTraining(label_smoothing=0.2), defenses=(guard,) if guarded else ())
+    found, plain = update_of(client, batch).tensors, update_of(Client(model), batch).tensors
+    for name in ("bert.encoder.layer.0.attention.self.query.weight", "classifier.weight"):
+        torch.testing.assert_close(found[name], module.get_parameter(name).grad, rtol=1e-4, atol=1e-8)
+        assert not torch.allclose(found[name], plain[name], rtol=1e-2)
+
+
+def test_next_words_have_no_labels_to_smooth(load):
+    model = load("gpt2", "causal-lm")
+    with pytest.raises(BadInputError, match="label_smoothing"):
+        update_of(Client(model, LocalTraining(label_smoothing=0.2)), batch_of(model, sentences((4,), 1)))
+
+
 def test_low_precision_and_examples_gradients_are_refused(load):
     guard = build("defense", "dp-sgd", {"clip": 1.0, "noise_multiplier": 1.0})
     with pytest.raises(NotSupportedError, match="precision"):

@@ -57,6 +57,9 @@ class ClientTable(_Table):
     )
     accumulate: Later[int] = Field(default=1, ge=1, description="minibatches whose mean gradient makes one step")
     precision: Later[Precision] = Field(default="fp32", description="autocast in bf16 or fp16, weights in float32")
+    label_smoothing: Later[float] = Field(
+        default=0.0, ge=0, lt=1, description="share of a class label that is spread over all classes"
+    )
 
     @model_validator(mode="after")
     def _rate_of_something(self) -> Self:

@@ -167,6 +167,7 @@ class LocalTraining:
         schedule: "linear" lowers the learning rate from step to step, to 0 behind the last (the Trainer's default).
         accumulate: minibatches whose mean gradient makes one step.
         precision: "bf16" and "fp16" run the model under torch.autocast, weights and optimizer in float32.
+        label_smoothing: share of each label that is spread evenly over all classes, as torch's cross-entropy has it.
     """
 
     optimizer: Literal["none", "sgd", "adam", "adamw"] = "none"
@@ -181,6 +182,7 @@ class LocalTraining:
     schedule: Literal["constant", "linear"] = field(default="constant", metadata=_LATER)
     accumulate: int = field(default=1, metadata=_LATER)
     precision: Precision = field(default="fp32", metadata=_LATER)
+    label_smoothing: float = field(default=0.0, metadata=_LATER)
 
     def steps(self, batch_size: int) -> int:
         """Return how many optimizer steps a batch of this size takes."""
@@ -203,8 +205,8 @@ class LocalTraining:
 
     @property
     def one_gradient(self) -> bool:
-        """Whether one gradient in full precision is sent."""
-        return self.optimizer == "none" and self.precision == "fp32"
+        """Whether one gradient of the plain loss in full precision is sent."""
+        return self.optimizer == "none" and self.precision == "fp32" and not self.label_smoothing
 
     def described(self) -> dict[str, Any]:
         """Return the fields in plain types; those that were added later only where they are set."""

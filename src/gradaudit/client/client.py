@@ -109,7 +109,7 @@ class Client:
         Raises:
             BadInputError: an empty batch, nothing left to train, or a training that diverged.
         """
-        examples_of(self.model, batch, self.padding)  # refused before anything is drawn
+        examples_of(self.model, batch, self.padding, self.training.label_smoothing)  # refused before anything is drawn
         seed = draw_seed(rng)
         _, trained = self._trained()
         if not trained:
@@ -185,7 +185,7 @@ class Client:
         """
         _, trained = self._trained()
         seed = draw_seed(rng)
-        apart = examples_of(self.model, batch, self.padding).apart_once(trained)
+        apart = examples_of(self.model, batch, self.padding, self.training.label_smoothing).apart_once(trained)
         chunks = list(apart.chunks(torch.arange(len(batch)), self._part_mode(seed, 0)))
         if len(chunks) == 1:
             return chunks[0]
@@ -218,7 +218,7 @@ class Client:
         for place, defense in enumerate(self.defenses):
             if isinstance(defense, BatchDefense) and isinstance(batch, Batch):
                 batch = defense.on_batch(self._text(), batch, stream(seed, "defense", place))
-        examples = examples_of(self.model, batch, self.padding)
+        examples = examples_of(self.model, batch, self.padding, self.training.label_smoothing)
         if self.training.optimizer == "none":
             tensors = self._gradient(examples, len(batch), trained, seed, expected)
         else:

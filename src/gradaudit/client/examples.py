@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from gradaudit.client.example_gradients import Mode
@@ -46,14 +47,21 @@ class Examples(ABC):
 
 Side = Literal["right", "left"]
 """Where shorter examples of a batch are filled up."""
-EXAMPLES: ByKind[Callable[[Any, Any, Side], Examples]] = ByKind("training")
-"""Puts a model and a batch of its kind together; the side of the padding comes third."""
+EXAMPLES: ByKind[Callable[[Any, Any, Side, float], Examples]] = ByKind("training")
+"""Puts a model and a batch of its kind together; then come the side of the padding and the label smoothing."""
 
 
-def examples_of(model: Model, batch: Private, padding: Side) -> Examples:
+def examples_of(model: Model, batch: Private, padding: Side, smoothing: float = 0.0) -> Examples:
     """Return a batch beside its model.
 
     Raises:
         BadInputError: an empty batch, or one of another kind or shape than the model takes.
     """
-    return EXAMPLES[kind_of(model.spec.task)](model, batch, padding)
+    return EXAMPLES[kind_of(model.spec.task)](model, batch, padding, smoothing)
+
+
+def smoothed(labels: Tensor, classes: int, share: float) -> Tensor:
+    """Return class labels [n] as they are, or as distributions [n, classes] that spread a share of each over all."""
+    if share == 0:
+        return labels
+    return torch.nn.functional.one_hot(labels, classes) * (1 - share) + share / classes

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from gradaudit.client.example_gradients import BYTES_AT_ONCE, Mode
-from gradaudit.client.examples import EXAMPLES, Apart, Examples, Side
+from gradaudit.client.examples import EXAMPLES, Apart, Examples, Side, smoothed
 from gradaudit.errors import BadInputError
 from gradaudit.models.images import ImageModel
 from gradaudit.types import ImageBatch
 
 
 class _Images(Examples):
-    def __init__(self, model: ImageModel, batch: ImageBatch, padding: Side) -> None:
+    def __init__(self, model: ImageModel, batch: ImageBatch, padding: Side, smoothing: float) -> None:
         if not isinstance(batch, ImageBatch):
             raise BadInputError("a model of text trains on text, and a model of images on images")
         if len(batch) == 0 or batch.images.shape[1:] != model.shape:
@@ -22,7 +22,8 @@ class _Images(Examples):
                 f"{model.shape}"
             )
         self.model = model
-        self.images, self.labels = batch.images.to(model.device), batch.labels.to(model.device)
+        self.images = batch.images.to(model.device)
+        self.labels = smoothed(batch.labels.to(model.device), model.spec.labels, smoothing)
 
     def loss(self, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
         return self.model.loss(self.images[rows], self.labels[rows], params)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import Tensor
 
 from gradaudit.client.example_gradients import BYTES_AT_ONCE, ExampleGradients, Mode
-from gradaudit.client.examples import EXAMPLES, Apart, Examples, Side
+from gradaudit.client.examples import EXAMPLES, Apart, Examples, Side, smoothed
 from gradaudit.errors import BadInputError
 from gradaudit.models.many_gradients import gradients_of_batches, tapped_parameters
 from gradaudit.models.transformers import TransformersModel
@@ -13,12 +13,14 @@ from gradaudit.types import Batch
 
 
 class _Text(Examples):
-    def __init__(self, model: TransformersModel, batch: Batch, padding: Side) -> None:
+    def __init__(self, model: TransformersModel, batch: Batch, padding: Side, smoothing: float) -> None:
         if not isinstance(batch, Batch):
             raise BadInputError("a model of text trains on text, and a model of images on images")
         if len(batch) == 0 or not bool(batch.mask.any(1).all()):
             raise BadInputError("the batch is empty, or one of its sentences has no token; a client needs text")
-        self._model, self._batch, self._padding = model, batch, padding
+        if smoothing and batch.labels is None:
+            raise BadInputError("label_smoothing is of classes; next words have none: leave it away")
+        self._model, self._batch, self._padding, self._smoothing = model, batch, padding, smoothing
 
     def loss(self, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
         ids, mask, labels = self.inputs(rows)
@@ -55,7 +57,9 @@ class _Text(Examples):
         if self._padding == "left":
             order = mask.int().argsort(dim=1, stable=True)  # what is no token first, the tokens in their order
             ids, mask = ids.gather(1, order), mask.gather(1, order)
-        return ids, mask, ids if batch.labels is None else batch.labels[rows].to(device)
+        if batch.labels is None:
+            return ids, mask, ids
+        return ids, mask, smoothed(batch.labels[rows].to(device), self._model.spec.labels, self._smoothing)
 
 
 EXAMPLES.add("text", _Text)

@@ -43,7 +43,7 @@ def gradients_of_batches(
         model: the model; it is left as it is.
         ids: [n, B, T] token ids.
         mask: [n, B, T] bool.
-        labels: [n, B] classes; None for causal language modeling.
+        labels: [n, B] classes, or [n, B, C] distributions; None for causal language modeling.
         wanted: parameter names, out of `tapped_parameters`.
         every_row: compute rows that a classifier does not read too, so that dropout draws as in the client's pass.
     """
@@ -51,7 +51,7 @@ def gradients_of_batches(
     flat, real = ids.flatten(0, 1), mask.flatten(0, 1)
     words = set(model.group("word"))
     watch = [name for name in model.parameters() if name in wanted]
-    targets = flat if labels is None else labels.flatten()
+    targets = flat if labels is None else labels.flatten(0, 1)
     with torch.enable_grad():
         vectors = model.word_vectors()[flat].requires_grad_(True)
         traced = model.traced(embeddings=vectors, mask=real, labels=targets, watch=watch, every_row=every_row)
