@@ -11,7 +11,6 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.decoding.order import order_words
-from gradaudit.leakage.decoding.past import read_sentences
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
 from gradaudit.leakage.decoding.several import place_words, unmix
@@ -21,9 +20,9 @@ from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.sparse_words import adapter_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.by_step import named_by_step
-from gradaudit.leakage.uneven.decoded import DecodedChange, decode_change
-from gradaudit.leakage.uneven.deeper import BLOCK, held_deeper
-from gradaudit.leakage.uneven.entries import Entries, entries
+from gradaudit.leakage.uneven.decoded import decode_change
+from gradaudit.leakage.uneven.entries import entries
+from gradaudit.leakage.uneven.followed import LAST_MISSING, NOT_EXPLAINED, followed
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -36,17 +35,11 @@ _EFFORTS = (2, 4)
 """Rows still missing: each round tries so many times as often."""
 _OFF = 1e-3
 """A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
-_LAST_MISSING = "the last word of a sentence leaves nothing in block 0 and is missing"
-_NOT_EXPLAINED = "the rows that were decoded do not explain every weight's rounding: nothing is proven"
 _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _DROWNED = 0.5
 """Entries known to no better than this share of their size, in the middle, tell words and places, and no masks: those
 are read at noise of .0003 (0.24 to 0.39), not of .001 (0.69 to 0.9; MiniLM, 1 and 4 sentences)."""
-_PER_SENTENCE, _SETTLED = 5, 2.0
-"""Directions of block 1 to start from, a sentence; and the chi^2 below which a decoder's sentences explain that block:
-right ones leave 1.0 to 1.2, since gradients are rounded on their way back, and with one word missing 1.2 and more, with
-a wrong sentence thousands (SmolLM2)."""
 _READ: frozenset[Trait] = frozenset({"zero mean", "support", "unit norm", "scaled", "stand-ins", "one example clipped"})
 """What entries with errors can be read behind: it shows in the entries themselves, or is a scale."""
 _UNTOLD = (
@@ -131,7 +124,7 @@ class Decode(Attack):
         found, first = self._changed(seen, rng), span(seen, 0)
         if found is not None:
             one = seen.knowledge.batch_size == 1 and self._orderable(seen)
-            doubted = one and _NOT_EXPLAINED in found.notes
+            doubted = one and NOT_EXPLAINED in found.notes
             return self._ranked(seen, first, rng, found) if doubted and first else found
         if first is None:
             raise NotSupportedError(
@@ -256,7 +249,7 @@ class Decode(Attack):
             return None
         details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
         if whole:
-            return _followed(seen, changes, found, details, rng)
+            return followed(seen, changes, found, details, rng)
         blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None
         rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
         signals = rows.signals()
@@ -271,10 +264,10 @@ class Decode(Attack):
             sequences, certificates = rows.texts(linked.groups), linked.certificates
         if not found.told.whole:
             certificates = ["likely" if one == "proven" else one for one in certificates]
-            notes.append(_NOT_EXPLAINED)
+            notes.append(NOT_EXPLAINED)
         if model.spec.task == "causal-lm":
             certificates = ["likely" if one == "proven" else one for one in certificates]
-            notes.append(_LAST_MISSING)
+            notes.append(LAST_MISSING)
         details["estimated_dropout"] = round(rows.rate(), 3)
         return Reconstruction(tuple(sequences), certificates=tuple(certificates), notes=tuple(notes), details=details)
 
@@ -305,7 +298,7 @@ class Decode(Attack):
         if model.spec.task == "causal-lm" and sequences:
             # no loss follows the last word, so that it leaves no row: what looks complete lacks it
             certificates = ["likely" if one == "proven" else one for one in certificates]
-            notes.append(_LAST_MISSING)
+            notes.append(LAST_MISSING)
         if len(rows.found) < first.rank:
             notes.insert(0, f"{first.rank - len(rows.found)} of {first.rank} rows were not decoded")
         details |= {"rows": len(rows.found), "estimated_dropout": round(rows.rate(), 3)}
@@ -375,44 +368,6 @@ class Decode(Attack):
                 if not all(sure):
                     notes = [*notes, f"{sure.count(False)} sentences send too little to be told from others"]
         return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
-
-
-def _followed(
-    seen: Observation, changes: Entries, found: DecodedChange, details: dict[str, Any], rng: torch.Generator
-) -> Reconstruction:
-    """Return a decoder's sentences, grown from words that no dropout touched; without queries and keys, the words.
-
-    Where the first block leaves some of them in doubt, those are taken that explain the second block.
-    """
-    model, notes = seen.model, [] if found.told.whole else [_NOT_EXPLAINED]
-    words = [row.token for row in found.rows]
-    signals = found.words(model, changes)
-    if signals is None:
-        notes.append("the changes of queries or keys of block 0 were not seen: the words cannot be put in order")
-        return Reconstruction((tuple(words)[: model.max_length],), None, ("guess",), tuple(notes), details)
-    tree = read_sentences(signals)
-    proofs = found.told.whole and model.spec.task != "causal-lm"
-    told: dict[tuple[int, ...], str] = {}
-    for one in tree.sentences():
-        unsure = "guess" if tree.open_ & set(one) else "likely"
-        told[tuple(words[at] for at in one)] = "proven" if proofs and tree.certain(one) else unsure
-    doubted = not told or any(sure != "proven" for sure in told.values())
-    below = entries(seen, BLOCK) if doubted and found.told.whole and model.depth > BLOCK else None
-    if below is not None:
-        grown = [tuple(words[at] for at in one) for one in tree.grown]
-        deeper = held_deeper(model, below, grown, words, _PER_SENTENCE * (seen.knowledge.batch_size or 1), rng)
-        if deeper is not None and deeper.chi2 < _SETTLED:
-            details |= {"chi2_block_1": round(deeper.chi2, 3)}
-            sure = [proofs and one for one in deeper.proven]
-            told = {
-                one: "proven" if new or told.get(one) == "proven" else "likely"
-                for one, new in zip(deeper.sentences, sure, strict=True)
-            }
-    elif tree.open_:
-        notes.append(f"{len(tree.open_)} of {len(found.rows)} words are not explained by where they were put")
-    if model.spec.task == "causal-lm":
-        notes.append(_LAST_MISSING)
-    return Reconstruction(tuple(told), None, tuple(told.values()), tuple(notes), details)
 
 
 def _ranks(first: Span) -> dict[str, Any]:

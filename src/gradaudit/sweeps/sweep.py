@@ -372,7 +372,6 @@ def write_table(path: Path, results: Sequence[Result]) -> None:
     Raises:
         BadInputError: the disk refuses.
     """
-    axes = list(results[0].point.values)
     kind = scores_of(name for r in results if r.summary is not None for name in r.summary.scores)
     names, main = kind.names, kind.main
     sides = [f"{name} {part}" for name in names for part in ("mean", "low", "high")]
@@ -382,18 +381,27 @@ def write_table(path: Path, results: Sequence[Result]) -> None:
         row["error"] = result.failed or ""
         if result.summary is not None:
             found = result.summary
-            row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds}
-            row |= {
-                "flags": " ".join(found.flags),
-                f"blind {main}": found.baseline[main].mean if main in found.baseline else None,
-            }
+            blind = found.baseline[main].mean if main in found.baseline else None
+            row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds, f"blind {main}": blind}
+            row["flags"] = " ".join(found.flags)
             if result.utility is not None:
                 row |= {name: value for name, value in asdict(result.utility).items() if name in COSTS}
             for name in found.scores.keys() & set(names):
                 value = found.scores[name]
                 row |= {f"{name} mean": value.mean, f"{name} low": value.low, f"{name} high": value.high}
         rows.append(row)
-    columns = [*axes, "batches", "failed", *sides, f"blind {main}", *COSTS, "seconds", "flags", "error", "case"]
+    columns = [
+        *results[0].point.values,
+        "batches",
+        "failed",
+        *sides,
+        f"blind {main}",
+        *COSTS,
+        "seconds",
+        "flags",
+        "error",
+        "case",
+    ]
     try:
         with replacing(path) as draft, open(draft, "w", encoding="utf8", newline="") as file:
             table = csv.DictWriter(file, columns, restval="")

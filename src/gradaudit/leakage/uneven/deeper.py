@@ -45,7 +45,7 @@ Text = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeldRows:
     """Rows that are known exactly, in units of the columns."""
 
     exact: Tensor
@@ -162,7 +162,7 @@ class _Held:
         while True:
             for floor in FINE[:-1]:
                 left = self.fitting.signals(rows, floor, left)
-            told = explain(self.fitting, Rows(rows), partial(self.apart, texts), self.rng, left)
+            told = explain(self.fitting, HeldRows(rows), partial(self.apart, texts), self.rng, left)
             ends = set(ends_of(texts))
             idle = [text in ends and own < _IDLE for text, own in zip(texts, told.own.tolist(), strict=True)]
             stay = [n for n, none in enumerate(idle) if not none]
