@@ -1,11 +1,18 @@
-"""What there is to choose from: `gradaudit list` and `show`, derived from the registry and the dataclasses."""
+"""What there is to choose from: `gradaudit list` and `show`, derived from the registry, and cases to start from."""
 
 import dataclasses
 import inspect
+import json
+import os
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from gradaudit.attacks.base import Attack
+from gradaudit.case import parse_case
+from gradaudit.data.draw import draw
 from gradaudit.data.named import NAMED
+from gradaudit.data.text import load_rows
 from gradaudit.defense_traits import traits_of
 from gradaudit.errors import unknown_name
 from gradaudit.metrics.images import IMAGE_METRICS
@@ -14,21 +21,19 @@ from gradaudit.models.images import IMAGE_MODELS
 from gradaudit.models.zoo import EMBEDDED, RANDOM, SHAPES
 from gradaudit.registry import known
 
-EXAMPLE = """\
+_CASE = """\
 # An audit of your own training: the data is yours, the attacker is an honest-but-curious server.
-model = "minilm"                  # embedded name, hub id or folder; 'gradaudit list models'
-task = "classification"           # or "causal-lm"
+model = {model:<25} # embedded name, hub id or folder; 'gradaudit list models'
+task = {task:<26} # or "causal-lm" for next words, "classification" with a label column
 seed = 0
 
 [data]
-path = "messages.csv"             # csv, tsv, jsonl, parquet, txt; or hub = "..."; or source = "sample", "cola", ...
-text = "text"                     # column name, or 0-based number
-label = "label"
-batch_size = 4
-batches = 10
+{source}
+batch_size = {size:<20} # sentences an update
+batches = {batches:<23} # updates, each attacked by itself
 
 [client]
-dropout = false                   # true: training mode, at the model's configured rates
+dropout = {dropout:<23} # true: training mode, at the model's configured rates
 freeze = []                       # for example ["embeddings"]
 
 [knowledge]                       # what the attacker is given
@@ -36,8 +41,50 @@ labels = false
 lengths = false
 
 [attack]
-name = "dager"                    # 'gradaudit list attacks'
+name = "decode"                   # 'gradaudit list attacks'
 """
+_CLASSES = {"model": '"minilm"', "task": '"classification"', "dropout": "true"}
+_NEXT_WORDS = {"model": '"smollm2"', "task": '"causal-lm"', "dropout": "false"}  # its family has no dropout
+
+EXAMPLE = _CASE.format(
+    **_CLASSES,
+    source="""\
+source = "sample"                 # embedded sentences; your own, in place of this line ('gradaudit init' writes it):
+# path = "messages.csv"           # csv, tsv, jsonl, parquet, txt; or hub = "..."; or source = "cola", ...
+# text = "body"                   # column name, or 0-based number
+# label = "topic\"""",
+    size=4,
+    batches=2,
+)
+"""A case that runs as it is."""
+
+
+def starter(data: Path, text: str | None, label: str | None, beside: Path) -> str:
+    """Return a commented case, as TOML, that audits a client who trains on a file.
+
+    Args:
+        data: the file, from the current folder.
+        text, label: columns, by name or 0-based number; without a label the client trains on next words.
+        beside: folder of the case file, from which the case finds the data.
+
+    Raises:
+        BadInputError: no such file or column, or a row without text.
+    """
+    where = Path(os.path.relpath(data.expanduser(), beside)).as_posix()
+    told = {"path": json.dumps(where, ensure_ascii=False)}
+    for key, column in (("text", text), ("label", label)):
+        if column is not None:
+            told[key] = column if column.isdecimal() else json.dumps(column, ensure_ascii=False)
+    kind = _NEXT_WORDS if label is None else _CLASSES
+    source = "\n".join(f"{key} = {value}" for key, value in told.items())
+    rows = load_rows(parse_case(tomllib.loads(_CASE.format(**kind, source=source, size=1, batches=1))).data, beside)
+    size = min(_SIZE, len(rows))
+    written = _CASE.format(**kind, source=source, size=size, batches=min(_BATCHES, len(rows) // size))
+    draw(parse_case(tomllib.loads(written)).data, rows)
+    return written
+
+
+_SIZE, _BATCHES = 4, 5
 
 
 def listing(kind: str) -> list[dict[str, str]]:

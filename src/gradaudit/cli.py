@@ -25,7 +25,7 @@ from gradaudit.accounting.claim import load_claims
 from gradaudit.audit import run as audit
 from gradaudit.audit.estimate import estimate
 from gradaudit.audit.fitting import fit_case
-from gradaudit.audit.info import RECORDS, TEXTS
+from gradaudit.audit.info import RECORDS, TEXTS, usual_folder
 from gradaudit.audit.prepare import pick_device, prepare
 from gradaudit.audit.thresholds import check_scores, parse
 from gradaudit.bundles.between import bundle as bundle_between
@@ -38,11 +38,11 @@ from gradaudit.bundles.gate import gate as run_gate
 from gradaudit.bundles.mechanism import claim_of
 from gradaudit.bundles.rounds import examine_rounds, save_rounds
 from gradaudit.case import load_case
-from gradaudit.catalog import EXAMPLE, details, listing
+from gradaudit.catalog import EXAMPLE, details, listing, starter
 from gradaudit.data.png import room_for_pictures
 from gradaudit.demo import IMAGE_COUNT, run_demo
 from gradaudit.errors import AuditError, BadInputError, BrokenDownError, ExitCode, NotSupportedError
-from gradaudit.files import read_lines
+from gradaudit.files import read_lines, write_page
 from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.machine import ready_process
 from gradaudit.metrics.summary import summarize
@@ -154,6 +154,26 @@ def _print_best(records: Sequence[Record], folder: Path) -> None:
 
 
 @app.command()
+def init(
+    data: Annotated[Path, typer.Option(metavar="FILE", help="csv, tsv, jsonl, parquet or txt with the private text.")],
+    text: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of the text: a name or a 0-based number.")
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of the class.", show_default="train on next words")
+    ] = None,
+    case_file: Annotated[Path, typer.Option("--out", metavar="CASE.toml", help="File to write.")] = Path("case.toml"),
+) -> None:
+    """Write a commented case that audits a client who trains on your file."""
+    written = starter(data, text, label, case_file.parent)
+    if case_file.exists():
+        raise BadInputError(f"{case_file} is already there; remove it or choose another --out")
+    write_page(case_file, written, private=False)
+    shown = escape(str(case_file))
+    out.print(f"wrote {shown}\ngradaudit check {shown}\ngradaudit run {shown}", soft_wrap=True)
+
+
+@app.command()
 def run(
     case_file: CaseFile,
     folder: Annotated[
@@ -170,8 +190,7 @@ def run(
     limits = parse(fail_on)
     case = load_case(case_file, set_)
     check_scores(limits, SCORES[kind_of(case.task)], ["lpips"] if case.metrics.lpips is not None else [])
-    # by its hash, so that another setting does not meet this one's records
-    folder = folder or Path("out") / f"{case_file.stem}-{case.content_hash()[:8]}"
+    folder = folder or usual_folder(case, case_file.stem)
     place = _ready(device)
     records: list[Record] = []
     with (

@@ -23,6 +23,11 @@ RECORDS, TEXTS, IMAGES, INFO = "records.jsonl", "texts.jsonl", "images.jsonl", "
 """Files of a run's folder: for everyone, the private side of text and of images, and what the run says of itself."""
 
 
+def usual_folder(case: Case, name: str) -> Path:
+    """Return where a run goes when nobody says: by its hash, so that another setting does not meet its records."""
+    return Path("out") / f"{name}-{case.content_hash()[:8]}"
+
+
 def run_info(ready: Prepared, settings: dict[str, str] | None = None) -> RunInfo:
     """Return what the run's folder says of itself."""
     model, case = ready.model, ready.case
