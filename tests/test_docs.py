@@ -343,7 +343,7 @@ def test_the_code_of_the_bundle_page_runs(load, tmp_path: Path, monkeypatch, cap
         model.load_state_dict(before)
         model.eval()
         model.zero_grad()
-    assert sorted(made["found"].texts) == sorted(texts)
+    assert sorted(made["found"].sentences) == sorted(texts)
     assert load_bundle(tmp_path / "my-images").manifest.model.image == (1, 28, 28)
     assert load_bundle(tmp_path / "trainer-update").manifest.kind == "gradient"
     assert load_bundle(tmp_path / "my-delta").manifest.kind == "delta"

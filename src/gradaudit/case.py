@@ -318,11 +318,12 @@ def case_data(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
     if not data:
         raise BadInputError(f"{path} is empty; 'gradaudit show case example' prints one to start from")
     for setting in settings:
-        _assign(data, setting)
+        assign(data, setting)
     return data
 
 
-def _assign(data: dict[str, Any], setting: str) -> None:
+def assign(data: dict[str, Any], setting: str) -> None:
+    """Put a "attack.steps=100" assignment into a case's tables."""
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise BadInputError(f"--set takes key=value, for example attack.steps=100; got '{setting}'")

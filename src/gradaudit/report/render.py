@@ -55,12 +55,13 @@ _LIMITS = (
 )
 
 
-def render(folder: Path, show_text: bool = False) -> Path:
-    """Write `report.html` into a run's folder, whole or not at all, readable by its owner alone, and return its path.
+def render(folder: Path, show_text: bool = False, page: Path | None = None) -> Path:
+    """Write a run's report, whole or not at all, readable by its owner alone, and return its path.
 
     Args:
         folder: holds `run.json` and `records.jsonl`, and `texts.jsonl` or `images.jsonl` unless it was deleted.
         show_text: print the private texts or images.
+        page: the file to write; `report.html` in the folder when None.
 
     Raises:
         BadInputError: the folder is not that of a run, a file is damaged, or the disk refuses.
@@ -75,7 +76,7 @@ def render(folder: Path, show_text: bool = False) -> Path:
     if not records:
         raise BadInputError(f"{folder} has no records yet; run 'gradaudit run ... --out {folder}' first")
     html = render_html(info, records, texts, summarize(records), show_text, pictures)
-    return write_page(folder / "report.html", html, private=True)
+    return write_page(page or folder / "report.html", html, private=True)
 
 
 def render_html(
