@@ -54,7 +54,7 @@ def test_the_contract_case_is_read(write):
 
 
 def test_the_printed_example_is_a_case(write):
-    assert load_case(write(EXAMPLE)).build_attack().name == "dager"
+    assert load_case(write(EXAMPLE)).build_attack().name == "decode"
 
 
 def test_defaults_need_only_an_attack():

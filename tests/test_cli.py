@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import tiny_models
 from gradaudit import cli
@@ -18,6 +20,8 @@ from gradaudit.bundles import bundle
 from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of
 from gradaudit.errors import BadInputError
+from gradaudit.progress import step
+from gradaudit.report import terminal
 from gradaudit.streams import stream
 from gradaudit.types import Given
 
@@ -308,3 +312,21 @@ def test_recovered_text_cannot_drive_the_terminal():
 def test_the_program_starts_as_a_process():
     done = subprocess.run([sys.executable, "-m", "gradaudit", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("gradaudit ")
+
+
+@pytest.mark.parametrize(("command", "said"), [("sweep", "[axes]"), ("fit", "[public]")])
+def test_help_shows_tables_in_brackets(gradaudit, command, said):
+    code, out, _ = gradaudit(command, "-h")
+    assert (code, said in out) == (0, True), out
+
+
+def test_where_nobody_sees_bars_progress_is_a_line_now_and_then(monkeypatch):
+    told = io.StringIO()
+    monkeypatch.setattr(terminal, "_LINE_EVERY", 0.0)
+    with terminal.progress_bars(Console(file=told)):
+        step("batches", 1, 3)
+    assert told.getvalue() == "batches: 1 of 3\n"
+    monkeypatch.setattr(terminal, "_LINE_EVERY", 30.0)
+    with terminal.progress_bars(Console(file=told)):
+        step("batches", 2, 3)
+    assert told.getvalue() == "batches: 1 of 3\n"

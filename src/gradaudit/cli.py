@@ -72,6 +72,7 @@ from gradaudit.verdict.run import verdict
 app = typer.Typer(
     help="How much private text, and how well images, can be read back from the updates a model training sends?",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 done; 1 a threshold is crossed or a claim does not hold; 2 bad input; 3 inconclusive.",
@@ -86,7 +87,7 @@ def _set(help_: str | None = None) -> Any:
     return typer.Option("--set", metavar="KEY=VALUE", help=help_)
 
 
-CaseFile = Annotated[Path, typer.Argument(metavar="CASE.toml")]
+CaseFile = Annotated[Path, typer.Argument(metavar="CASE.toml", help="A case; 'gradaudit init' writes one.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda; auto takes a GPU when there is one.")]
 Compile = Annotated[
     bool,
@@ -345,7 +346,7 @@ def fit(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Fit the attack of a case to its client, on [public] text alone. Run again to go on after a stop."""
+    r"""Fit the attack of a case to its client, on \[public] text alone. Run again to go on after a stop."""
     case = load_case(case_file, set_)
     place = _ready(device)
     with _going_on(lambda: f"what was learned so far is kept in {folder}"), progress_bars(err, quiet=as_json):
@@ -380,7 +381,7 @@ def report(
 
 @app.command("list")
 def list_(
-    kind: Annotated[str, typer.Argument(metavar="attacks|models|metrics|defenses|data")],
+    kind: Annotated[str, typer.Argument(metavar="attacks|models|metrics|defenses|data", help="What to list.")],
     as_json: Json = False,
 ) -> None:
     """List what there is to choose from."""
@@ -395,8 +396,8 @@ def list_(
 
 @app.command()
 def show(
-    kind: Annotated[str, typer.Argument(metavar="attack|defense|model|metric|data|case")],
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    kind: Annotated[str, typer.Argument(metavar="attack|defense|model|metric|data|case", help="Kind.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As 'gradaudit list' prints it; of a case: example.")],
     as_json: Json = False,
 ) -> None:
     """Show one attack, defense, model or metric: fields, defaults, sources; 'show case example' prints a case."""
@@ -451,7 +452,7 @@ def check(
 
 @app.command()
 def sweep(
-    sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.toml")],
+    sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help=r"A case with an \[axes] table.")],
     folder: Annotated[
         Path | None,
         typer.Option("--out", help="Folder for a run a point, and the table of all.", show_default="out/SWEEP"),
@@ -469,7 +470,7 @@ def sweep(
     as_json: Json = False,
     show_text: ShowText = False,
 ) -> None:
-    """Run a case along the axes of its [axes] table. Run again to go on after a stop."""
+    r"""Run a case along the axes of its \[axes] table. Run again to go on after a stop."""
     asked = load_sweep(sweep_file, set_)
     part = None if shard is None else Shard.parse(shard)
     if ray is not None and (part is not None or jobs > 1):

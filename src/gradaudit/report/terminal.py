@@ -1,5 +1,6 @@
 """What people see in the terminal: progress bars on standard error, tables, and recovered text made harmless."""
 
+import time
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ from gradaudit.accounting.check import number as shortened
 from gradaudit.bundles.examine import Examination, ShownWord
 from gradaudit.bundles.rounds import Rounds
 from gradaudit.errors import AuditError
-from gradaudit.progress import shown_by
+from gradaudit.progress import Sink, shown_by
 from gradaudit.record import Interval, Mark, Record, Summary, Texts
 from gradaudit.scores import Score, Scores, scores_of
 from gradaudit.sweeps.sweep import Result
 
-_STYLES: dict[Mark, str] = {"right": "green", "misplaced": "yellow", "wrong": "red", "missing": "dim"}
+_STYLES: dict[Mark, str] = {"right": "red", "misplaced": "yellow", "wrong": "dim", "missing": "dim"}
+"""As in the report: what leaked is red."""
 _SHAPES: dict[Mark, tuple[str, str]] = {
     "right": ("", ""),
     "misplaced": ("~", "~"),
@@ -39,9 +41,16 @@ def harmless(text: str) -> str:
 
 @contextmanager
 def progress_bars(console: Console, quiet: bool = False) -> Iterator[None]:
-    """Show the progress of everything inside the block: one bar for each kind of work, gone when it is done."""
+    """Show the progress of everything inside the block: one bar for each kind of work, gone when it is done.
+
+    Where nobody sees bars (a pipe, a log), a line every half minute takes their place.
+    """
     if quiet:
         yield
+        return
+    if not console.is_terminal:
+        with shown_by(_lines(console)):
+            yield
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bars:
@@ -57,6 +66,22 @@ def progress_bars(console: Console, quiet: bool = False) -> Iterator[None]:
 
         with shown_by(sink):
             yield
+
+
+_LINE_EVERY = 30.0
+"""Seconds between two lines of progress."""
+
+
+def _lines(console: Console) -> Sink:
+    last = time.monotonic()
+
+    def sink(what: str, done: int, total: int | None) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _LINE_EVERY:
+            last = time.monotonic()
+            console.print(f"{what}: {done}" + ("" if total is None else f" of {total}"), markup=False)
+
+    return sink
 
 
 _OUT_OF = Score("sensitive", "Names, numbers", "names", 1, 0)
