@@ -372,13 +372,14 @@ def write_table(path: Path, results: Sequence[Result]) -> None:
     Raises:
         BadInputError: the disk refuses.
     """
+    axes = list(results[0].point.values)
     kind = scores_of(name for r in results if r.summary is not None for name in r.summary.scores)
     names, main = kind.names, kind.main
     sides = [f"{name} {part}" for name in names for part in ("mean", "low", "high")]
     rows = []
     for result in results:
-        row: dict[str, Any] = dict(result.point.values) | {"case": result.point.case.content_hash()}
-        row["error"] = result.failed or ""
+        row: dict[str, Any] = {**result.point.values, "error": result.failed or ""}
+        row["case"] = result.point.case.content_hash()
         if result.summary is not None:
             found = result.summary
             blind = found.baseline[main].mean if main in found.baseline else None
@@ -387,21 +388,9 @@ def write_table(path: Path, results: Sequence[Result]) -> None:
             if result.utility is not None:
                 row |= {name: value for name, value in asdict(result.utility).items() if name in COSTS}
             for name in found.scores.keys() & set(names):
-                value = found.scores[name]
-                row |= {f"{name} mean": value.mean, f"{name} low": value.low, f"{name} high": value.high}
+                row |= {f"{name} {part}": getattr(found.scores[name], part) for part in ("mean", "low", "high")}
         rows.append(row)
-    columns = [
-        *results[0].point.values,
-        "batches",
-        "failed",
-        *sides,
-        f"blind {main}",
-        *COSTS,
-        "seconds",
-        "flags",
-        "error",
-        "case",
-    ]
+    columns = [*axes, "batches", "failed", *sides, f"blind {main}", *COSTS, "seconds", "flags", "error", "case"]
     try:
         with replacing(path) as draft, open(draft, "w", encoding="utf8", newline="") as file:
             table = csv.DictWriter(file, columns, restval="")
