@@ -80,7 +80,7 @@ class Deeper:
     chi2: float
 
 
-class _Held:
+class _Prefixes:
     """Texts whose last words' rows are held to be those of the batch.
 
     Args:
@@ -208,7 +208,7 @@ def held_deeper(
         size: directions to start from.
         rng: draws errors.
     """
-    held = _Held(model, seen, words, rng)
+    held = _Prefixes(model, seen, words, rng)
     start = sorted({text[:n] for text in start for n in range(1, len(text) + 1)})
     span = held.span(size)
     most = len(start) if span is None else max(len(start), int(_SPARE * span.rank))
