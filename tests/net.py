@@ -120,7 +120,8 @@ def outcome(case: dict[str, Any], folder: Path, whole: bool) -> Any:
         except AuditError as refusal:
             return f"refused: {shortened(str(refusal))}"
         if not whole:
-            return {"error": record.error, "flags": list(record.flags)}
+            # whether one batch of a tiny model beats the blind goes with rounding: the records hold scores
+            return {"error": record.error, "flags": [flag for flag in record.flags if flag != "blind-not-beaten"]}
         data = record.model_dump(mode="json")
         files = [Path(out) / name for name in (TEXTS, IMAGES) if (Path(out) / name).exists()]
         private = [json.loads(line) for file in files for line in file.read_text().splitlines()]

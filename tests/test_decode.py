@@ -259,7 +259,7 @@ def one_wrong(sentences: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def test_sentences_whose_ranks_did_not_fall_by_their_length_are_likely_and_their_labels_are_not_told(
     minilm, monkeypatch
 ):
-    batch = batch_of(minilm, 12, 2)
+    batch = batch_of(minilm, 12, 3)
     seen = seen_of(minilm, batch, selection="0-2:q,k,v", dropout=False, freeze=())
     rest = remainder(matrices(seen, 3), 1.2e-7)
     solved = [Solved((101, 2003, 102), 1, proven=False), Solved((101, 2004, 102), 0, proven=True)]
