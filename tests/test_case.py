@@ -176,3 +176,10 @@ def test_the_resolved_case_is_the_same_case(write):
 def test_keys_that_came_later_leave_the_ids_of_older_cases_as_they_were(case, expected):
     """Made by commit 839dae4, before `learner = "layers"`, `language`, `whole` and `lpips` came."""
     assert parse_case(case).content_hash() == expected
+
+
+def test_data_in_the_place_of_a_case_is_told_how_to_become_one(tmp_path):
+    path = tmp_path / "my.csv"
+    path.write_text("body,topic\nhello,a\n")
+    with pytest.raises(BadInputError, match="gradaudit init"):
+        load_case(path)

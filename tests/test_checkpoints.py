@@ -446,3 +446,8 @@ def test_adapters_that_do_not_belong_together_are_refused(folders, tmp_path, fau
         package.bundle(tmp_path / "A", after, out=tmp_path / "up", base=base_of)
     assert not (tmp_path / "up").exists()
     assert AutoTokenizer.from_pretrained(tmp_path / "base") is not None
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(BadInputError, match="no file or folder"):
+        package.bundle(tmp_path / "nowhere", tmp_path / "B", out=tmp_path / "up")

@@ -21,16 +21,13 @@ from gradaudit.sweeps.sweep import TABLE, load_sweep
 @pytest.fixture
 def sweep(folders, tmp_path: Path) -> Path:
     """Two attacks on four clients, one of whom cannot be attacked by one of them."""
-    rows = tiny_models.sentences([4, 3, 5, 4, 3, 5], seed=3, distinct=False)
-    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"{t},{i % 2}\n" for i, t in enumerate(rows)))
-    path = tmp_path / "sweep.toml"
-    path.write_text(
-        f'model = "random:{folders["llama"]}"\n'
-        '[data]\npath = "rows.csv"\nlabel = "label"\nbatches = 1\n'
+    return tiny_models.write_sweep(
+        tmp_path,
+        folders["llama"],
+        1,
         '[axes]\ndefense = [[], [{name = "gaussian", sigma = 10.0}], [{name = "sign"}], [{name = "clip"}]]\n'
-        'attack = [{name = "dager"}, {name = "blind"}]\n'
+        'attack = [{name = "dager"}, {name = "blind"}]\n',
     )
-    return path
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:

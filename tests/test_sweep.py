@@ -33,17 +33,14 @@ RUN = CliRunner()
 @pytest.fixture
 def sweep(folders, tmp_path: Path) -> Path:
     """Two sizes by three defenses, on a tiny Llama."""
-    rows = tiny_models.sentences([4, 3, 5, 4, 3, 5], seed=3, distinct=False)
-    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"{t},{i % 2}\n" for i, t in enumerate(rows)))
-    path = tmp_path / "sweep.toml"
-    path.write_text(
-        f'model = "random:{folders["llama"]}"\n'
-        '[data]\npath = "rows.csv"\nlabel = "label"\nbatches = 2\n'
+    return tiny_models.write_sweep(
+        tmp_path,
+        folders["llama"],
+        2,
         '[attack]\nname = "dager"\n'
         "[axes]\ndata.batch_size = [1, 2]\n"
-        'defense = [[], [{name = "gaussian", sigma = 10.0}], [{name = "clip"}, {name = "quantize", bits = 4}]]\n'
+        'defense = [[], [{name = "gaussian", sigma = 10.0}], [{name = "clip"}, {name = "quantize", bits = 4}]]\n',
     )
-    return path
 
 
 def table(folder: Path) -> list[dict[str, str]]:

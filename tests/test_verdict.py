@@ -83,6 +83,17 @@ def test_leaks_when_one_sentence_is_exact() -> None:
     assert "at least one sentence exactly" in found.rule
 
 
+def test_other_settings_that_leak_are_named_beside_the_worst() -> None:
+    exact = (make_marks(exact=True),)
+    leaking = [scored(50.0, sentences=exact, setting=f"off {n}") for n in range(6)]
+    partly = scored(28.0, setting="adapters")
+    found = judge(*leaking, partly, scored(8.0, setting="noise")).sentence
+    assert "in the setting “off 0”" in found
+    assert "The same holds for “off 1”, “off 2”, “off 3” and 2 more settings." in found
+    assert found.endswith("Part comes back in “adapters”.")
+    assert "noise" not in found
+
+
 def test_leaks_when_a_long_sentence_is_almost_exact() -> None:
     near = make_marks(rougeL=95.0)
     assert judge(scored(20.0, sentences=(near,))).level == "leaks"

@@ -178,3 +178,21 @@ def summed(distance: Distance, predicted: Sequence[Tensor], observed: Sequence[T
         q = p - o if distance.differs else p.clone()
         total = total + distance.each(q.flatten(1)[:, None], o.reshape(1, -1), False)[0]
     return total * distance.share(len(predicted))
+
+
+def write_sweep(folder: Path, model: Path, batches: int, tables: str) -> Path:
+    """Write six sentences and a sweep over them, and return the sweep's file.
+
+    Args:
+        folder: where both go.
+        model: folder of the configuration.
+        batches: of data.
+        tables: the rest of the sweep, as TOML.
+    """
+    rows = sentences([4, 3, 5, 4, 3, 5], seed=3, distinct=False)
+    (folder / "rows.csv").write_text("text,label\n" + "".join(f"{t},{i % 2}\n" for i, t in enumerate(rows)))
+    path = folder / "sweep.toml"
+    path.write_text(
+        f'model = "random:{model}"\n[data]\npath = "rows.csv"\nlabel = "label"\nbatches = {batches}\n{tables}'
+    )
+    return path

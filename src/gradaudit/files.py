@@ -98,7 +98,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise BadInputError(f"{path} is nested more than {_DEEPEST} deep") from None
     except ValueError as error:  # UTF-8, TOML, or a number of thousands of digits
-        raise BadInputError(f"{path} is not TOML ({error})") from None
+        of_data = "" if path.suffix == ".toml" else "; 'gradaudit init --data FILE --text COLUMN' makes a case of data"
+        raise BadInputError(f"{path} is not TOML ({error}){of_data}") from None
     refuse_depth(data, str(path))
     return data
 

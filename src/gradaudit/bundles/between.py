@@ -132,6 +132,8 @@ def _whole(before: Weights, after: Weights, base: Any) -> _Trained:
     if isinstance(before, str | Path) and Path(before).is_dir():
         module, task = read_module(Path(before))
         start = dict(module.state_dict())
+    elif isinstance(before, str | Path) and not Path(before).exists():
+        raise BadInputError(f"there is no file or folder {before}; check the path")
     elif base is None:
         raise BadInputError(
             "weights without a configuration need the folder of their model: --base MODEL, in Python base=..."

@@ -26,7 +26,35 @@ _ROUND = "current_round"
 """Header under which the controllers of NVFlare tell the round, from 0."""
 
 
-class AuditFilter(DXOFilter):  # type: ignore[misc]
+class _RoundFilter(DXOFilter):  # type: ignore[misc]
+    """What both filters are told, kept under the names by which NVFlare reads it back for a job's configuration."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str | None,
+        training: dict[str, Any] | None,
+        sentences: int | None,
+        dropout: bool | float | None,
+        defenses: list[dict[str, Any]] | None,
+    ) -> None:
+        kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
+        super().__init__(supported_data_kinds=kinds, data_kinds_to_filter=kinds)
+        self.model, self.tokenizer, self.training = model, tokenizer, training
+        self.sentences, self.dropout, self.defenses = sentences, dropout, defenses
+
+    def told(self) -> dict[str, Any]:
+        """Return it as `Recorder` takes it."""
+        how = None if self.training is None else LocalTraining(**self.training)
+        known = {"sentences": self.sentences, "dropout": self.dropout, "defenses": self.defenses}
+        return {"tokenizer": self.tokenizer, "training": how} | known
+
+    def comes(self) -> bool:
+        """Return whether what is filtered is on its way to a client."""
+        return bool(self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN)
+
+
+class AuditFilter(_RoundFilter):
     """Record what each round changed; add it twice, for what comes and for what goes.
 
     At the clients `recipe.add_client_input_filter(AuditFilter(...), tasks=["train"])` sees the weights before, and
@@ -56,18 +84,15 @@ class AuditFilter(DXOFilter):  # type: ignore[misc]
         every: int = 1,
         most: int = 10,
     ) -> None:
-        kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
-        super().__init__(supported_data_kinds=kinds, data_kinds_to_filter=kinds)
-        # by these names NVFlare reads them back for a job's configuration
-        self.folder, self.model, self.tokenizer, self.training = folder, model, tokenizer, training
-        self.sentences, self.dropout, self.defenses, self.every, self.most = sentences, dropout, defenses, every, most
+        super().__init__(model, tokenizer, training, sentences, dropout, defenses)
+        self.folder, self.every, self.most = folder, every, most
         self._recorder: Recorder | None = None
 
     def process_dxo(self, dxo: "DXO", shareable: "Shareable", fl_ctx: "FLContext") -> None:
         """Note weights that come, record what goes, and return None: nothing is filtered."""
         with swallowing("a round of NVFlare"):
             key = _ends(fl_ctx)
-            if self._comes():
+            if self.comes():
                 _note(key, dxo)
                 return
             number = int(shareable.get_header(_ROUND, dxo.get_meta_prop(_ROUND, 0)) or 0) + 1
@@ -75,21 +100,15 @@ class AuditFilter(DXOFilter):  # type: ignore[misc]
             with swallowing(f"round {number}, {name}"):
                 self._record(f"round-{number}/{Path(name).name}", number, dxo, key)
 
-    def _comes(self) -> bool:
-        """Return whether what is filtered is on its way to a client."""
-        return bool(self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN)
-
     def _record(self, name: str, number: int, dxo: Any, key: Ends) -> None:
         if self._recorder is None:
-            how = None if self.training is None else LocalTraining(**self.training)
-            known = (how, self.sentences, self.dropout, self.defenses)
-            self._recorder = Recorder(self.folder, self.model, self.tokenizer, *known, self.every, self.most)
+            self._recorder = Recorder(self.folder, self.model, **self.told(), every=self.every, most=self.most)
         if not self._recorder.due(number):
             return
         self._recorder.write(name, *_both(key, dxo))
 
 
-class GateFilter(DXOFilter):  # type: ignore[misc]
+class GateFilter(_RoundFilter):
     """Attack what a client is about to send, and block it where it is read or that could not be decided.
 
     Add it twice, as `AuditFilter`, as the last output filter: it judges what those before it made.
@@ -113,10 +132,7 @@ class GateFilter(DXOFilter):  # type: ignore[misc]
         within: float = 60.0,
         attack: str | None = None,
     ) -> None:
-        kinds = [DataKind.WEIGHTS, DataKind.WEIGHT_DIFF]
-        super().__init__(supported_data_kinds=kinds, data_kinds_to_filter=kinds)
-        self.model, self.tokenizer, self.training, self.sentences = model, tokenizer, training, sentences
-        self.dropout, self.defenses = dropout, defenses
+        super().__init__(model, tokenizer, training, sentences, dropout, defenses)
         self.fail_on, self.within, self.attack = fail_on, within, attack
 
     def process_dxo(self, dxo: "DXO", shareable: "Shareable", fl_ctx: "FLContext") -> None:
@@ -126,15 +142,11 @@ class GateFilter(DXOFilter):  # type: ignore[misc]
             ContentBlockedException: the update must not be sent.
         """
         key = _ends(fl_ctx)
-        if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN:
+        if self.comes():
             with swallowing("a round of NVFlare"):  # what is missed here closes the gate later
                 _note(key, dxo)
             return
-        how = None if self.training is None else LocalTraining(**self.training)
-        keeper = Gatekeeper(
-            self.model, self.fail_on or USUAL, self.within, self.attack, tokenizer=self.tokenizer, training=how,
-            sentences=self.sentences, dropout=self.dropout, defenses=self.defenses,
-        )  # fmt: skip
+        keeper = Gatekeeper(self.model, self.fail_on or USUAL, self.within, self.attack, **self.told())
         try:
             why = keeper.refusal(*_both(key, dxo))
         except BadInputError as error:

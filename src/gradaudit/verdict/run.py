@@ -12,6 +12,10 @@ WORST_FIRST: tuple[Level, ...] = ("leaks", "partly", "inconclusive", "not shown"
 """Which setting's verdict becomes the overall one; a setting nobody judged outranks a failed attack."""
 
 
+_NAMED = 3
+"""Settings named beside the worst: more are counted."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a run shows, in one sentence.
@@ -68,13 +72,25 @@ def verdicts(summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict
 
 def _whole_run(worst: Verdict, by_setting: Mapping[str, Verdict]) -> Verdict:
     if worst.level != "not shown" or len(by_setting) == 1:
-        return worst
+        others = [name for name, found in by_setting.items() if found is not worst and found.level == worst.level]
+        parts = [name for name, found in by_setting.items() if found.level == "partly" != worst.level]
+        sentence = worst.sentence
+        for names, how in ((others, "The same holds for"), (parts, "Part comes back in")):
+            if names:
+                sentence += f" {how} {_listed(names)}."
+        return Verdict(worst.level, sentence, worst.rule)
     sentence = (
         f"In none of the {len(by_setting)} settings did an attack read back clearly more than blind "
         "guessing does; that is not evidence that the updates are safe, because a stronger attack may "
         "still succeed."
     )
     return Verdict(worst.level, sentence, worst.rule)
+
+
+def _listed(names: Sequence[str]) -> str:
+    quoted = [f"“{name}”" for name in names[:_NAMED]]
+    more = len(names) - len(quoted)
+    return ", ".join(quoted) + (f" and {more} more {'setting' if more == 1 else 'settings'}" if more else "")
 
 
 def _of_setting(name: str, summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict:
