@@ -67,6 +67,7 @@ def test_rounds_are_weight_changes_and_say_how_they_were_made(folders, tmp_path,
     assert told["batch_size"] == 4
     assert told["training"]["optimizer"] == optim.partition("_")[0]
     assert (told["training"]["minibatch"], told["training"]["clip_norm"]) == (2, 1.0)
+    assert told["training"]["label_smoothing"] == pytest.approx(0.1)
     again = last.manifest.knowledge["training"]
     assert (again is None) == (optim == "adamw_torch"), "Adam's second round remembers its first"
 

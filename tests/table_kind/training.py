@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.client.examples import EXAMPLES, Apart, Examples
+from gradaudit.client.examples import EXAMPLES, Apart, Examples, smoothed
 from gradaudit.leakage.priors import GUESSES
 from gradaudit.types import Reconstruction
 from table_kind.data import TableBatch
@@ -16,11 +16,12 @@ from table_kind.model import Linear
 
 
 class TableExamples(Examples):
-    def __init__(self, model: Linear, batch: TableBatch, padding: str) -> None:
-        self._model, self._batch = model, batch
+    def __init__(self, model: Linear, batch: TableBatch, padding: str, smoothing: float) -> None:
+        self._model, self._values = model, batch.values
+        self._labels = smoothed(batch.labels, model.module.out_features, smoothing)
 
     def loss(self, rows: Tensor, params: Mapping[str, Tensor] | None) -> Tensor:
-        return self._model.loss(self._batch.values[rows], self._batch.labels[rows], params)
+        return self._model.loss(self._values[rows], self._labels[rows], params)
 
     def apart(self, trained: Collection[str]) -> Apart:
         raise NotImplementedError

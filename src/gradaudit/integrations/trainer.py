@@ -136,6 +136,7 @@ class AuditCallback(TrainerCallback):  # type: ignore[misc]
             schedule=schedule,
             accumulate=args.gradient_accumulation_steps,
             precision=_precision(args),
+            label_smoothing=args.label_smoothing_factor,
         )
 
 
