@@ -40,7 +40,7 @@ def trained(folders, where: Path, callback: AuditCallback, tokenizer: bool = Tru
 
 
 def test_gradients_of_every_second_step_are_what_the_optimizer_got(folders, tmp_path):
-    steady = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    steady = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "label_smoothing_factor": 0.2}
     module, before = trained(folders, tmp_path, AuditCallback(tmp_path / "up", every=2), **steady)
     assert sorted(path.name for path in (tmp_path / "up").iterdir()) == ["step-1", "step-3"]
     first, third = (load_bundle(tmp_path / "up" / f"step-{n}") for n in (1, 3))
@@ -51,6 +51,7 @@ def test_gradients_of_every_second_step_are_what_the_optimizer_got(folders, tmp_
         torch.testing.assert_close(p, last, rtol=0, atol=1e-6)
     assert first.manifest.kind == "gradient"
     assert first.manifest.knowledge["batch_size"] == 2
+    assert first.manifest.knowledge["training"]["label_smoothing"] == pytest.approx(0.2)
     assert first.manifest.knowledge["dropout"] == pytest.approx(0.1)
     assert module.training
 
@@ -58,7 +59,8 @@ def test_gradients_of_every_second_step_are_what_the_optimizer_got(folders, tmp_
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
 def test_rounds_are_weight_changes_and_say_how_they_were_made(folders, tmp_path, optim):
     callback = AuditCallback(tmp_path / "up", every=2, what="delta")
-    module, before = trained(folders, tmp_path, callback, optim=optim, lr_scheduler_type="constant")
+    how = {"optim": optim, "lr_scheduler_type": "constant", "label_smoothing_factor": 0.1}
+    module, before = trained(folders, tmp_path, callback, **how)
     assert sorted(path.name for path in (tmp_path / "up").iterdir()) == ["round-1", "round-2"]
     first, last = (load_bundle(tmp_path / "up" / name) for name in ("round-1", "round-2"))
     for name, p in module.named_parameters():

@@ -78,7 +78,8 @@ class AuditCallback(TrainerCallback):  # type: ignore[misc]
                 words = self._tokenizer if self._tokenizer is not None else kwargs.get("processing_class")
                 self._first, self._rates = state.global_step, []
                 draft = stack.enter_context(replacing_folder(self._folder / self._name()))
-                how = LocalTraining(precision=_precision(args)) if self._what == "gradient" else None
+                loss = LocalTraining(precision=_precision(args), label_smoothing=args.label_smoothing_factor)
+                how = loss if self._what == "gradient" else None
                 recording = capture(kwargs["model"], draft, tokenizer=words, what=self._what, training=how)
                 self._seen = stack.enter_context(recording)
                 self._open = stack.pop_all()
