@@ -222,6 +222,9 @@ class Inputs(MaskedInputs):
     def slope(self, clean: torch.Tensor, kept: torch.Tensor, rate: float) -> torch.Tensor:
         return clean
 
+    def roughly(self, position: int, some: torch.Tensor, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.words[:, some], torch.zeros_like(self.words[:, some])
+
 
 def masked_and_sent(seed: int = 4, known: int = 6, faint: float = 1.0) -> tuple[Fitting, Masked, torch.Tensor]:
     """Return a gradient of six masked words as AdamW shows it, the first rows with their masks, and all that enter.
@@ -379,6 +382,25 @@ def test_a_row_in_the_span_under_a_mask_that_dropout_does_not_leave_is_none(mini
     span = Span(basis, torch.ones(1).double(), 1, 1.0, 0, ())
     for least, inside in ((LEAST_KEPT, True), (least_kept(0.1, minilm.width), False)):
         assert bool(MaskedInputs(minilm, span, least=least).accepted(clean, kept, 0.1)[1][0]) == inside
+
+
+@pytest.mark.parametrize("family", ["bert", "mpnet", "gpt2", "llama"])
+def test_every_token_s_coordinates_are_roughly_what_enters(folders, family: str):
+    """Kept or dropped, before a LayerNorm or behind it, with and without positions, whatever the span's scale."""
+    model = load_model(ModelSpec(f"random:{folders[family]}"))
+    width, ids = model.width, torch.arange(model.vocabulary_size)
+    scale = torch.linspace(0.5, 2, width).double()
+    basis = torch.eye(width)[:, :4].double()
+    inputs = MaskedInputs(model, Span(basis, torch.ones(4).double(), 4, 1.0, 0, (), None, scale))
+    some, rate = torch.tensor([0, 3, width - 1]), 0.1 if family != "llama" else 0.0
+    for position in (0, 3):
+        clean = inputs.clean(position, ids)
+        every = torch.ones_like(clean, dtype=torch.bool)
+        kept = inputs.inputs(clean, every, rate)
+        dropped = kept - inputs.slope(clean, every, rate)
+        rough = inputs.roughly(position, some, rate)
+        torch.testing.assert_close(rough[0].double(), kept[:, some], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rough[1].double(), dropped[:, some], rtol=1e-4, atol=1e-4)
 
 
 def test_of_more_rows_in_reach_than_directions_the_nearest_are_taken(minilm):

@@ -131,6 +131,20 @@ class MaskedInputs:
         parts = self._parts
         return (parts.weight * (parts.words[ids] + parts.positions[position])).double()
 
+    @torch.no_grad()
+    def roughly(self, position: int, some: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        """Return some coordinates [n] of every token's row as it enters, each kept and each dropped, [V, n].
+
+        In float32, to sort out: `inputs` and `slope` measure, and round as the model does.
+        """
+        parts = self._parts
+        unit, inverse = self._check.normed(position, some)
+        kept = parts.weight[some] * unit + parts.bias[some]
+        if not self.model.dropout_before_norm:
+            return kept / (1 - rate), torch.zeros_like(kept)
+        place = parts.positions[position]
+        return kept, kept - parts.weight[some] * (parts.words.index_select(1, some) + place[some]) * inverse[:, None]
+
     def differ(self, clean: Tensor, one: Tensor, other: Tensor) -> bool:
         """Say whether two masks [d] of one token are two copies."""
         if self.span.lost is None:

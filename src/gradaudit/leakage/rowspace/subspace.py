@@ -326,11 +326,9 @@ class VocabularyCheck:
     @torch.no_grad()
     def rough(self, position: int) -> Tensor:
         """Return [V] residuals at one position, good to about 1e-3."""
-        p = position if len(self._positions) > 1 else 0
+        p = self._place(position)
         plain, weighted = (self._words @ self._pair[p]).unbind(1)
-        width = self._words.shape[1]
-        mean_square = (self._word_square + 2 * plain + self._positions[p].square().sum()) / width
-        inverse = (mean_square + self._parts.eps).rsqrt()
+        inverse = self._inverse(plain, p)
         square = inverse.square() * (self._scaled_square + 2 * weighted + self._scaled[p].square().sum())
         square = square + 2 * inverse * (self._word_bias + (self._scaled[p] * self._parts.bias).sum())
         square = square + self._bias_square
@@ -342,6 +340,24 @@ class VocabularyCheck:
         residual: Tensor = ((square - inside).clamp_min(0) / square.clamp_min(tiny)).sqrt()
         residual = torch.where(square > tiny, residual, torch.ones_like(residual))
         return residual
+
+    @torch.no_grad()
+    def normed(self, position: int, some: Tensor) -> tuple[Tensor, Tensor]:
+        """Return some coordinates [n] of every token's normalized sum of word and position, and its scale, [V, n], [V].
+
+        Before weight and bias; good to about 1e-5.
+        """
+        p = self._place(position)
+        inverse = self._inverse(self._words @ self._positions[p], p)
+        return (self._words.index_select(1, some) + self._positions[p, some]) * inverse[:, None], inverse
+
+    def _place(self, position: int) -> int:
+        return position if len(self._positions) > 1 else 0
+
+    def _inverse(self, products: Tensor, place: int) -> Tensor:
+        """Return what the normalization divides by, as a factor, from products of words and the position: [V]."""
+        square = self._word_square + 2 * products + self._positions[place].square().sum()
+        return (square / self._words.shape[1] + self._parts.eps).rsqrt()
 
 
 @dataclass(frozen=True)
