@@ -5,7 +5,8 @@
 Dropout 0.1 is on in every cell of a model that has it, labels and lengths are unknown. Draw 2026 was not used in
 development. Groups: adamw (one step with frozen word and position embeddings, and one as the transformers Trainer takes
 it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings trained), peers (TAG and
-LAMP on the latter, every step replayed), precision (autocast), defenses (noise, pruning), decoders. Records go to
+LAMP on the latter, every step replayed), precision (autocast, bfloat16), defenses (noise, pruning),
+decoders. Records go to
 out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
@@ -72,8 +73,8 @@ def peers() -> list[Cell]:
 
 
 def precision() -> list[Cell]:
-    """One gradient under autocast."""
-    return [one(b, n, precision=p) for p in ("bf16", "fp16") for b, n in ((1, 10), (4, 5), (8, 2))]
+    """One gradient under autocast, and of a model whose weights are bfloat16."""
+    return [one(b, n, precision=p) for p in ("bf16", "fp16", "bf16-weights") for b, n in ((1, 10), (4, 5), (8, 2))]
 
 
 def defenses() -> list[Cell]:

@@ -13,6 +13,7 @@ from gradaudit.bundles.bundle import load_bundle
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
+from gradaudit.types import LocalTraining
 
 
 @pytest.fixture
@@ -53,6 +54,35 @@ def test_the_gradient_is_the_one_before_the_step(training, tmp_path: Path, famil
     assert all(torch.allclose(back.tensors[n], g, atol=1e-6) for n, g in expected.items())
     assert all(torch.equal(back.model.parameters()[n], w) for n, w in weights.items())
     assert back.manifest.knowledge["batch_size"] == 2
+
+
+@pytest.mark.parametrize("what", ["gradient", "delta"])
+def test_a_model_in_bfloat16_is_read_back_with_its_precision(training, tmp_path: Path, what):
+    module, tokenizer, inputs, labels = training()
+    module.to(torch.bfloat16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    weights = {n: p.detach().float() for n, p in module.named_parameters()}
+    told = LocalTraining("sgd", 0.1) if what == "delta" else None
+    with gradaudit.capture(module, tmp_path / "b", tokenizer=tokenizer, what=what, training=told):
+        module(**inputs, labels=labels).loss.backward()
+        sent = {n: p.grad.float() for n, p in module.named_parameters() if p.grad is not None}
+        optimizer.step()
+    back = load_bundle(tmp_path / "b")
+    assert back.manifest.knowledge["training"]["precision"] == "bf16-weights"
+    assert all(torch.equal(back.model.parameters()[n], w) for n, w in weights.items())
+    if what == "delta":
+        sent = {n: p.detach().float() - weights[n] for n, p in module.named_parameters()}
+    assert all(torch.equal(back.tensors[n].float(), t) for n, t in sent.items())
+
+
+def test_weights_that_fit_in_bfloat16_alone_say_nothing(training, tmp_path: Path):
+    """As a model loaded from such a file, and trained in float32."""
+    module, tokenizer, inputs, labels = training()
+    for p in module.parameters():
+        p.data = p.data.bfloat16().float()
+    with gradaudit.capture(module, tmp_path / "b", tokenizer=tokenizer):
+        module(**inputs, labels=labels).loss.backward()
+    assert load_bundle(tmp_path / "b").manifest.knowledge["training"]["precision"] == "fp32"
 
 
 def test_clipping_is_in_it(training, tmp_path: Path):

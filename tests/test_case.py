@@ -86,6 +86,10 @@ def test_defaults_need_only_an_attack():
         (CONTRACT + '[[defense]]\nname = "gaussian"\nsigma = 0.0\n', "sigma must be above 0"),
         (CONTRACT + '[[defense]]\nname = "gaussian"\nsigma = inf\n', "sigma must be above 0 and finite"),
         (CONTRACT.replace("dropout = true", "dropout = false\ndropout_rate = 0.2", 1), "needs dropout = true"),
+        (
+            CONTRACT.replace("dropout = true", 'dropout = true\nprecision = "bf16-weights"', 1) + "[lora]\nrank = 4\n",
+            "adapters are kept in float32",
+        ),
         (CONTRACT.split("[attack]")[0], "has no [attack] table"),
         ("", "is empty"),
         ("model = ", "is not TOML"),

@@ -15,6 +15,8 @@ from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.spec import ModelSpec
+from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining
@@ -162,6 +164,27 @@ def test_low_precision_is_autocast_on_the_module_itself(load, precision, kind):
         torch.testing.assert_close(found[name], own, rtol=1e-3, atol=1e-6)
         assert kind == torch.float16 or torch.equal(found[name], found[name].to(kind).float())
         assert not torch.equal(found[name], plain[name])
+
+
+@pytest.mark.parametrize("optimizer", ["none", "sgd", "adamw"])
+def test_weights_in_bfloat16_are_trained_as_the_module_itself_is(folders, optimizer):
+    model = load_model(ModelSpec(f"random:{folders['bert']}", weights="bfloat16"))
+    batch = batch_of(model, sentences((4, 6), 1))
+    module = copy.deepcopy(model.module).to(torch.bfloat16)
+    assert all(torch.equal(p.float(), model.parameters()[name]) for name, p in module.named_parameters())
+    own_loss(model, module, batch).backward()
+    found = update_of(Client(model, LocalTraining(optimizer, 0.01, precision="bf16-weights")), batch).tensors
+    if optimizer != "none":
+        kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.AdamW
+        kind(module.parameters(), lr=0.01, weight_decay=0.0).step()
+        sent = {name: p.float() - model.parameters()[name] for name, p in module.named_parameters()}
+    else:
+        sent = {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
+    for name, value in sent.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-6, msg=lambda m, n=name: n + m)
+    narrow = found if optimizer == "none" else {n: t + model.parameters()[n] for n, t in found.items()}
+    assert all(torch.equal(t.bfloat16().float(), t) for t in narrow.values())
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["whole", "by example"])

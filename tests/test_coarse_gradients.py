@@ -56,6 +56,28 @@ def test_errors_are_those_that_were_made(load, kind):
     assert float(off.square().mean()) == pytest.approx(1, abs=0.25 if kind == "noise" else 0.12)
 
 
+def test_a_change_of_weights_in_bfloat16_is_known_to_their_grid(folders):
+    """At a rate that moves most weights by some steps of their grid."""
+    model = load_model(ModelSpec(f"random:{folders['bert']}", weights="bfloat16"))
+    batch = batch_of(model, sentences((5, 6), 1))
+    own = seen_of(Client(model, LocalTraining(precision="bf16-weights")), batch, "0:q,k,v")
+    exact = torch.cat([t.double() for t in own.tensors.values()])
+    rate = float(model.parameters()[model.views(0, "q")[0].parameter].detach().std() / exact.std())
+    found = entries(seen_of(Client(model, LocalTraining("sgd", rate, precision="bf16-weights")), batch, "0:q,k,v"), 0)
+    assert found is not None
+    assert found.weights == found.rounded == torch.bfloat16
+    told = 1 / found.spread.square()
+    scale = float((told * found.sent * exact).sum() / (told * exact.square()).sum())
+    assert scale == pytest.approx(1, abs=2**-8), "torch rounds the rate to the weights' type, which scales all entries"
+    assert float((told * (found.sent - scale * exact).square()).mean()) == pytest.approx(1, abs=0.12)
+
+
+def test_a_step_of_adam_on_weights_in_bfloat16_tells_signs_alone(folders):
+    model = load_model(ModelSpec(f"random:{folders['bert']}", weights="bfloat16"))
+    how = LocalTraining("adamw", 5e-5, precision="bf16-weights")
+    assert entries(seen_of(Client(model, how), batch_of(model, sentences((5, 6), 1)), "0:q,k,v"), 0) is None
+
+
 def test_rounded_inputs_are_an_error_until_their_rows_are_known(load):
     """A product with inputs rounded to bf16 is off by at most what `unread` adds; exact entries add nothing.
 
@@ -90,6 +112,7 @@ def test_exact_gradients_and_signs_are_left_to_others(load, change):
 
 CLIENTS = {
     "bf16": {"training": LocalTraining(precision="bf16")},
+    "bf16-weights": {"training": LocalTraining(precision="bf16-weights")},
     "pruned": {"defenses": ("random-pruning", {"rate": 0.75})},
 }
 
@@ -97,6 +120,8 @@ CLIENTS = {
 @pytest.mark.minilm
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_sentence_is_read_exactly_with_dropout_on(minilm, kind):
+    if kind == "bf16-weights":
+        minilm = load_model(ModelSpec("minilm", weights="bfloat16"))
     rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
     assert rows.labels is not None
     batch = make_batch(minilm, rows.texts[4:5], rows.labels[4:5])

@@ -200,6 +200,20 @@ def test_first_inputs_and_their_parts_are_the_block_0_inputs(load, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_in_bfloat16_enters_what_its_parts_round_to(folders, family):
+    model = load_model(ModelSpec(f"random:{folders[family]}", weights="bfloat16"))
+    parts, ids = model.first_input_parts(), torch.arange(model.vocabulary_size)
+    rounded = [parts.low(position, ids, torch.bfloat16) for position in (0, 3)]
+    if family != "llama":  # whose norm is of ones, and no position is added
+        assert not torch.equal(rounded[1], model.first_inputs(3).bfloat16()), "steps on the way round, too"
+    model.module.to(torch.bfloat16)
+    for position, found in zip((0, 3), rounded, strict=True):
+        own = model.first_inputs(position)
+        assert own.dtype == found.dtype == torch.bfloat16
+        assert float((own != found).double().mean()) < 1e-3, "float32 may round either way where bfloat16 ends"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_text_goes_there_and_back(load, family):
     model = load(family)
     text = "the river walks . maria reads seven letter"

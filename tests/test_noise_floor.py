@@ -18,7 +18,8 @@ from gradaudit.leakage.rowspace.noise_floor import (
     whitened,
 )
 from gradaudit.leakage.rowspace.noisy_growth import _lost_its_way, _trimmed
-from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck, above_noise, below_wrong, span
+from gradaudit.leakage.rowspace.subspace import Span, above_noise, below_wrong, span
+from gradaudit.leakage.rowspace.vocabulary import VocabularyCheck
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining

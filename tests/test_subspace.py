@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradaudit.client.client import Client
-from gradaudit.leakage.rowspace.subspace import (
-    NearTokens,
-    Span,
-    VocabularyCheck,
-    cut_by_gap,
-    gap_rank,
-    near_tokens,
-    span,
-    stack,
-    tolerance_rank,
-)
+from gradaudit.leakage.rowspace.subspace import Span, cut_by_gap, gap_rank, span, stack, tolerance_rank
+from gradaudit.leakage.rowspace.vocabulary import NearTokens, VocabularyCheck, near_tokens
 from tiny_models import DECODERS, DEPTH, FAMILIES, SETTINGS, WIDTH, batch_of, seen_of, sentences
 
 EPS = torch.finfo(torch.float32).eps

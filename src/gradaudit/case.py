@@ -56,7 +56,10 @@ class ClientTable(_Table):
         default="constant", description='"linear" lowers the rate to 0 behind the last step, as transformers does'
     )
     accumulate: Later[int] = Field(default=1, ge=1, description="minibatches whose mean gradient makes one step")
-    precision: Later[Precision] = Field(default="fp32", description="autocast in bf16 or fp16, weights in float32")
+    precision: Later[Precision] = Field(
+        default="fp32",
+        description='"bf16", "fp16": autocast, weights in float32; "bf16-weights": weights and optimizer in bfloat16',
+    )
     label_smoothing: Later[float] = Field(
         default=0.0, ge=0, lt=1, description="share of a class label that is spread over all classes"
     )
@@ -201,6 +204,10 @@ class Case(_Table):
             raise ValueError('the embedded sample is text: leave source away, or set source = "digits"')
         if self.metrics.lpips is not None and self.task != "image-classification":
             raise BadInputError("[metrics] lpips is a score of images; leave it away for text")
+        if self.lora is not None and self.client.precision == "bf16-weights":
+            raise BadInputError(
+                'precision = "bf16-weights" is of whole models, and adapters are kept in float32: leave it or [lora] away'
+            )
         attack = self.build_attack()
         self.build_defenses()
         if self.data.window is not None and self.task != "causal-lm":
@@ -256,6 +263,8 @@ class Case(_Table):
             parts.append(f"padded on the {self.client.padding}")
         if self.lora is not None:
             parts.append(self.lora.given().title)
+        if self.client.precision != "fp32":
+            parts.append(self.client.precision)
         if self.client.optimizer != "none":
             parts.append(f"{self.client.optimizer} {self.client.epochs} epochs")
         parts += [str(d.get("name")) for d in self.defense]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradaudit.models.views import View
 
 UpdateKind = Literal["gradient", "delta"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "bf16-weights"]
 _LATER = {"later": True}
 """Marks fields that were added after cases were run; see `LocalTraining.described`."""
 M_co = TypeVar("M_co", bound="Model", covariant=True, default="TextModel")
@@ -166,7 +166,8 @@ class LocalTraining:
         clip_norm: largest norm of a step's whole gradient; None does not clip. The transformers Trainer takes 1.0.
         schedule: "linear" lowers the learning rate from step to step, to 0 behind the last (the Trainer's default).
         accumulate: minibatches whose mean gradient makes one step.
-        precision: "bf16" and "fp16" run the model under torch.autocast, weights and optimizer in float32.
+        precision: "bf16" and "fp16" run the model under torch.autocast, weights and optimizer in float32;
+            "bf16-weights" has all in bfloat16: weights, gradients and the optimizer's state.
         label_smoothing: share of each label that is spread evenly over all classes, as torch's cross-entropy has it.
     """
 

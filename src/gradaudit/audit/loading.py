@@ -1,7 +1,7 @@
 """What each kind of data loads for a case."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from gradaudit.data.rows import Rows
 from gradaudit.judge.judgment import Judge
 from gradaudit.kinds import ByKind
 from gradaudit.models.base import Model
+from gradaudit.models.local_steps import WEIGHTS
 from gradaudit.models.spec import ModelSpec
 from gradaudit.types import PublicImages
 
@@ -47,7 +48,6 @@ LOADERS: ByKind[Loader] = ByKind("audit")
 
 def spec_of(case: Case, classes: int, image: tuple[int, int, int] | None = None) -> ModelSpec:
     """Return which model a case names, for so many classes and, of images, for one shape."""
-    labels, lora = max(2, classes), case.lora.given() if case.lora is not None else None
-    return ModelSpec(
-        case.model, case.task, labels, seed=case.seed, layers=case.layers, lora=lora, loss=case.loss, image=image
-    )
+    lora = case.lora.given() if case.lora is not None else None
+    spec = ModelSpec(case.model, case.task, max(2, classes), case.seed, case.layers, lora=lora, loss=case.loss)
+    return replace(spec, image=image, weights="bfloat16" if case.client.precision in WEIGHTS else "float32")

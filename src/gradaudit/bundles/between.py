@@ -19,6 +19,7 @@ from gradaudit.bundles.checkpoints import (
     read_weights,
 )
 from gradaudit.bundles.own_model import text_task, write_adapters, write_model
+from gradaudit.bundles.precision import with_precision
 from gradaudit.errors import BadInputError
 from gradaudit.files import replacing_folder
 from gradaudit.models.lora import AdapterConfig, PeftNames, add_adapters, read_adapter_config, saved_shapes
@@ -95,6 +96,7 @@ def bundle(
     folders = [place for place in (before, after) if isinstance(place, str | Path) and Path(place).is_dir()]
     words = read_tokenizer((tokenizer, *folders, folder_of(base) if isinstance(base, str | Path) else None))
     tensors = _changes(trained)
+    training = with_precision(training, trained.before, tensors, "delta")
     with replacing_folder(folder) as draft:
         modes = [(part, part.training) for part in trained.module.modules()]
         if trained.config is not None:

@@ -16,6 +16,7 @@ from gradaudit.bundles.bundle import save_bundle
 from gradaudit.bundles.mechanism import read_mechanism
 from gradaudit.bundles.model import MODEL, WEIGHTS
 from gradaudit.bundles.own_model import text_task, write_adapters, write_model
+from gradaudit.bundles.precision import with_precision
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.images import IMAGE_MODELS, ImageModel, LeNet, ResNet
 from gradaudit.models.lora import PeftNames
@@ -155,7 +156,7 @@ def capture(
     for part, training_before in modes:
         part.training = training_before
     rate = wrapped.dropout_rate() if seen.dropout else 0.0
-    how = seen.training or (LocalTraining() if what == "gradient" else None)
+    how = with_precision(seen.training or (LocalTraining() if what == "gradient" else None), before, tensors, what)
     update = Update(tensors=tensors, kind=what, training=how or LocalTraining(), dropout=rate)
     mechanism = None if optimizer is None else read_mechanism(optimizer, seen.steps)
     # whether other defenses act is not to be seen here
@@ -163,7 +164,9 @@ def capture(
     known = Knowledge(batch_size=size, training=how, dropout=rate, defenses=defended)
     # adapters were read back from the bundle, with the weights before the step
     own = adapted is not None
-    fingerprint = wrapped.fingerprint() if own else fingerprint_of({n: before[n] for n in wrapped.parameters()})
+    # a model is read back in float32, whatever it was trained in
+    wide = {name: before[name].float() for name in wrapped.parameters()} if not own else {}
+    fingerprint = wrapped.fingerprint() if own else fingerprint_of(wide)
     save_bundle(Path(folder), wrapped, update, known, inside=True, fingerprint=fingerprint, mechanism=mechanism)
 
 
@@ -178,7 +181,8 @@ def _make_private(folder: Path) -> None:
 
 def _tensors(model: Any, before: dict[str, Tensor], seen: Capture, what: str) -> dict[str, Tensor]:
     if what == "delta":
-        return {n: p.detach() - before[n] for n, p in model.named_parameters() if p.requires_grad}
+        # the difference of two weights of half precision seldom fits in half precision
+        return {n: p.detach().float() - before[n].float() for n, p in model.named_parameters() if p.requires_grad}
     if seen.steps > 1:
         raise BadInputError(
             f'{seen.steps} optimizer steps ran inside capture; take one, or use what="delta" for their weight change'

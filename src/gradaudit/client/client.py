@@ -17,7 +17,15 @@ from gradaudit.defenses.base import BatchDefense, Defense, ExampleDefense, Model
 from gradaudit.defenses.feedback import ErrorFeedback
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.base import Model, TextModel
-from gradaudit.models.local_steps import AUTOCAST, Parameters, by_optimizer, in_groups, local_steps, optimizer_of
+from gradaudit.models.local_steps import (
+    AUTOCAST,
+    WEIGHTS,
+    Parameters,
+    by_optimizer,
+    in_groups,
+    local_steps,
+    optimizer_of,
+)
 from gradaudit.registry import describe
 from gradaudit.selection import Selection
 from gradaudit.streams import draw_seed, global_stream, stream
@@ -239,21 +247,32 @@ class Client:
         guard = self._guard()
         if guard is not None:
             return self._guarded(guard, examples.apart_once(trained), everything, expected or float(size), seed, 0)
+        own, given = dict(trained), None
+        if self.training.precision in WEIGHTS:
+            fixed, own = self._copied(trained)
+            given = fixed | own
         with self._mode(seed, 0):
-            found = self._slopes(lambda: examples.loss(everything, None), trained)
+            found = self._slopes(lambda: examples.loss(everything, given), own)
         return {
-            name: (torch.zeros_like(p) if (g := found[name]) is None else g).detach() for name, p in trained.items()
+            name: (torch.zeros_like(p) if (g := found[name]) is None else g.to(p.dtype)).detach()
+            for name, p in trained.items()
         }
+
+    def _copied(self, trained: Mapping[str, Tensor]) -> tuple[Parameters, Parameters]:
+        """Return the parameters that stay and those that are trained, each a leaf, in the type of the training."""
+        kind = WEIGHTS.get(self.training.precision)
+        every = {n: p.detach().to(kind or p.dtype, copy=n in trained) for n, p in self.model.parameters().items()}
+        own = {n: every.pop(n).requires_grad_() for n in trained}
+        return every, own
 
     def _weight_change(
         self, examples: Examples, size: int, trained: Mapping[str, Tensor], seed: int, expected: float | None
     ) -> dict[str, Tensor]:
         guard, how = self._guard(), self.training
         apart = None if guard is None else examples.apart(trained)
-        local = (
-            {n: p.detach().clone().requires_grad_() for n, p in trained.items()} if apart is None else apart.parameters
-        )
-        fixed = {n: p.detach() for n, p in self.model.parameters().items() if n not in local}
+        fixed, local = self._copied(trained)
+        if apart is not None:
+            local = apart.parameters
 
         def gradient(params: Parameters, rows: Tensor, step: int) -> Mapping[str, Tensor | None]:
             if guard is not None and apart is not None:
@@ -273,7 +292,7 @@ class Client:
 
         step = by_optimizer(optimizer_of(how, local.values()), how.rates(how.steps(size)), how.clip_norm)
         local = local_steps(local, in_groups(self._minibatches(size, seed), how.accumulate), mean, step)
-        return {n: (p - trained[n]).detach() for n, p in local.items()}
+        return {n: (p.to(trained[n].dtype) - trained[n]).detach() for n, p in local.items()}
 
     def _guard(self) -> ExampleDefense | None:
         return next((d for d in self.defenses if isinstance(d, ExampleDefense)), None)

@@ -17,6 +17,7 @@ from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
 from gradaudit.files import stored_tensors
 from gradaudit.models.model import Model, Weights
 from gradaudit.models.spec import ModelSpec
+from gradaudit.models.state import fit_in
 from gradaudit.models.views import View
 from gradaudit.streams import global_stream, stream
 
@@ -231,6 +232,7 @@ def load_image_model(spec: ModelSpec, device: torch.device | None = None) -> Ima
                 p.copy_(known.uniform * (2 * torch.rand(p.shape, generator=rng) - 1))
     if file:
         _read_weights(module, file, spec.name)
+    fit_in(module, spec.weights)
     if device is not None:
         module = module.to(device)
     return ImageModel(module, replace(spec, random_weights=not file), module.features, known.depth)

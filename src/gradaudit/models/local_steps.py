@@ -12,7 +12,9 @@ from gradaudit.types import LocalTraining
 Parameters = dict[str, Tensor]
 """By name."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What inputs and weights of a product are rounded to, by the precision of a training."""
+"""What inputs and weights of a product are rounded to under autocast, by the precision of a training."""
+WEIGHTS = {"bf16-weights": torch.bfloat16}
+"""The type of weights, gradients and the optimizer's state, where it is not float32."""
 _SMALLEST = 1e-30
 """Square of a gradient below which a root is flat: at 0 its slope is no number. The root is far below eps."""
 _CLIPPED = 1e-6

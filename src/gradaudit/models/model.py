@@ -52,6 +52,21 @@ class FirstInputs:
     eps: float
     centered: bool
 
+    def low(self, position: int, ids: Tensor, kind: torch.dtype) -> Tensor:
+        """Return what a model enters whose weights are of a type of few digits, which every step rounds to: [n, d].
+
+        Args:
+            position: 0-based.
+            ids: [n] token ids.
+            kind: the type; weights are taken to fit in it.
+        """
+        place = self.positions[position if len(self.positions) > 1 else 0]
+        plain = (self.words[ids].to(kind) + place.to(kind)).float()
+        centered = plain - plain.mean(1, keepdim=True) if self.centered else plain
+        unit = centered * (centered.square().mean(1, keepdim=True) + self.eps).rsqrt()
+        # LayerNorm rounds what it ends with, RMS norm before its weight, too
+        return (self.weight * unit + self.bias).to(kind) if self.centered else self.weight.to(kind) * unit.to(kind)
+
 
 class Model(ABC):
     """What models of text and of images have in common: named parameters, and state that attacks must not change.

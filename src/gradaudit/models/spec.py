@@ -49,6 +49,7 @@ class ModelSpec:
         loss: what the client minimizes: "cross-entropy", or the "squared" distance of the logits from one-hot labels.
         loaded: read only so many first blocks: what lies behind them cannot be computed. None reads all.
         image: channels, height and width of the images; None of text.
+        weights: "bfloat16" rounds all weights to what fits in it; the model still computes in float32.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ModelSpec:
     loss: Loss = "cross-entropy"
     loaded: int | None = None
     image: tuple[int, int, int] | None = None
+    weights: Literal["float32", "bfloat16"] = "float32"
 
     @property
     def title(self) -> str:
@@ -68,6 +70,7 @@ class ModelSpec:
         depth = f", first {self.layers} blocks" if self.layers is not None else ""
         adapters = f", {self.lora.title}" if self.lora is not None else ""
         depth += f", {self.loaded} blocks of it loaded" if self.loaded is not None else ""
+        depth += f", weights in {self.weights}" if self.weights != "float32" else ""
         return self.name + depth + adapters + (" (random weights)" if self.random_weights else "")
 
 

@@ -40,6 +40,13 @@ def remember(module: nn.Module) -> Callable[[], bool]:
     return restore
 
 
+@torch.no_grad()
+def fit_in(module: nn.Module, kind: str) -> None:
+    """Round a module's weights to what fits in a type, "float32" or "bfloat16", and leave them in their own."""
+    for p in module.parameters():
+        p.copy_(p.to(getattr(torch, kind)))
+
+
 def fingerprint_of(weights: Mapping[str, Tensor]) -> str:
     """Return the sha256 of weights by parameter name."""
     digest = hashlib.sha256()

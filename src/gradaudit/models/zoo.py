@@ -15,6 +15,7 @@ from gradaudit.models.families import family_of
 from gradaudit.models.images import IMAGE_MODELS
 from gradaudit.models.lora import add_adapters
 from gradaudit.models.spec import ModelSpec
+from gradaudit.models.state import fit_in
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import global_stream, stream
 
@@ -125,6 +126,7 @@ def _loaded(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
         raise unknown_name("model", name, [*EMBEDDED, *(RANDOM + shape for shape in SHAPES)])
     if spec.lora is not None:
         add_adapters(module, spec.lora, spec.seed)
+    fit_in(module, spec.weights)
     if device is not None:
         module = module.to(device)
     return TransformersModel(module, tokenizer, spec, depth)

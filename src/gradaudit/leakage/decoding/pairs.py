@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck, cut_by_gap, near_tokens
+from gradaudit.leakage.rowspace.subspace import Span, cut_by_gap
+from gradaudit.leakage.rowspace.vocabulary import VocabularyCheck, near_tokens
 from gradaudit.models.base import TextModel
 
 _PUSH = 0.05

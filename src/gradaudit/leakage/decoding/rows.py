@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.dropout_masks import coordinates_to_forbid, decode_masks, refine_masks
-from gradaudit.leakage.rowspace.subspace import Span, VocabularyCheck, cut_above_noise, measured_tokens
+from gradaudit.leakage.rowspace.subspace import Span, cut_above_noise
+from gradaudit.leakage.rowspace.vocabulary import VocabularyCheck, measured_tokens
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
@@ -79,6 +80,7 @@ class MaskedInputs:
         first: block 0's span.
         near: a masked row this near the span lies in it.
         rounded: type to which rows are rounded as they enter; None for their own.
+        weights: type of the model's weights, to which every step on the way in is rounded; None for float32.
         off: in a span that is not known exactly, a row lies in it within so many times its expected distance.
         least: smallest share of a row that a mask leaves.
     """
@@ -89,11 +91,13 @@ class MaskedInputs:
         first: Span,
         near: float = INSIDE,
         rounded: torch.dtype | None = None,
+        weights: torch.dtype | None = None,
         off: float = EXPECTED_OFF,
         least: float = LEAST_KEPT,
     ) -> None:
         self._least = least
-        self.model, self.span, self.limit, self._rounded, self._off = model, first, near, rounded, off
+        self.model, self.span, self.limit, self._off = model, first, near, off
+        self._rounded, self._weights = rounded if weights is None else weights, weights
         parts = model.first_input_parts()
         self._check = VocabularyCheck(parts, first)
         self._near: dict[int, Tensor] = {}
@@ -126,10 +130,13 @@ class MaskedInputs:
     @torch.no_grad()
     def clean(self, position: int, ids: Tensor) -> Tensor:
         """Return the rows that dropout masks, [n, d] float64."""
+        parts, kind = self._parts, self._weights
         if not self.model.dropout_before_norm:
-            return self.model.first_inputs(position, ids).double()
-        parts = self._parts
-        return (parts.weight * (parts.words[ids] + parts.positions[position])).double()
+            exact = self.model.first_inputs(position, ids) if kind is None else parts.low(position, ids, kind)
+            return exact.double()
+        words, place = parts.words[ids], parts.positions[position]
+        plain = words + place if kind is None else (words.to(kind) + place.to(kind)).float()
+        return (parts.weight * plain).double()
 
     @torch.no_grad()
     def roughly(self, position: int, some: Tensor, rate: float) -> tuple[Tensor, Tensor]:
@@ -162,8 +169,12 @@ class MaskedInputs:
             kept: [n, d] bool.
             rate: dropout rate.
         """
-        masked = torch.where(kept, clean, torch.zeros_like(clean)) / (1 - rate)
-        return self._entering(self._normed(masked))
+        return self._entering(self._normed(torch.where(kept, clean, torch.zeros_like(clean)) * self._raised(rate)))
+
+    def _raised(self, rate: float) -> float:
+        """Return what dropout multiplies by what it keeps: rounded to the weights' type, as torch does on a CPU."""
+        factor = 1 / (1 - rate)
+        return factor if self._weights is None else float(torch.tensor(factor).to(self._weights))
 
     def _entering(self, rows: Tensor) -> Tensor:
         return rows if self._rounded is None else rows.float().to(self._rounded).double()
@@ -190,7 +201,7 @@ class MaskedInputs:
             rate: dropout rate.
         """
         if not self.model.dropout_before_norm:
-            return self._entering(clean / (1 - rate))
+            return self._entering(clean * self._raised(rate))
         masked = torch.where(kept, clean, torch.zeros_like(clean)) / (1 - rate) / self._parts.weight.double()
         return clean / (1 - rate) * (masked.var(1, correction=0, keepdim=True) + self._parts.eps).rsqrt()
 

@@ -7,16 +7,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
-from gradaudit.leakage.rowspace.subspace import (
-    NearTokens,
-    Span,
-    VocabularyCheck,
-    cut_above_noise,
-    cut_by_gap,
-    measured_tokens,
-    near_tokens,
-    span,
-)
+from gradaudit.leakage.rowspace.subspace import Span, cut_above_noise, cut_by_gap, span
+from gradaudit.leakage.rowspace.vocabulary import NearTokens, VocabularyCheck, measured_tokens, near_tokens
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import Observation

@@ -362,7 +362,8 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost, fit.scale)
         crowded = fit.rank > _CROWDED * model.width
         off = _CROWDED_OFF if crowded and turn == 0 else _OFF[min(turn, len(_OFF) - 1)]
-        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, off, how.least if crowded else Search.least)
+        least = how.least if crowded else Search.least
+        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, seen.weights, off, least)
         before = len(state.rows)
         state.look(inputs, fit, effort)
         stays, complete = len(state.rows) == before, state.complete()
@@ -390,8 +391,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         told = state.told(inputs)
     if told.whole:
         basis = torch.linalg.qr(entering.T).Q
-        inputs = MaskedInputs(
-            model, Span(basis, torch.ones_like(basis[0]), len(entering), 1.0, 0, ()), rounded=seen.rounded
-        )
+        exact = Span(basis, torch.ones_like(basis[0]), len(entering), 1.0, 0, ())
+        inputs = MaskedInputs(model, exact, rounded=seen.rounded, weights=seen.weights)
     rank = len(entering) if told.whole else len(entering) + state.missing
     return DecodedChange(state.rows, inputs, told, entering, rank)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.uneven.entries import grid
+from gradaudit.models.local_steps import WEIGHTS
 from gradaudit.types import LocalTraining, NamedWord, Observation
 
 _MOST_STEPS, _MOST_DECAYS = 64, 4096
@@ -85,10 +86,12 @@ def beyond_decay(seen: Observation, group: str, rates: Sequence[float]) -> Tenso
     if not names or seen.knowledge.training is None:
         return None
     before = seen.model.parameters()[names[0]].detach()
+    kind = WEIGHTS.get(seen.knowledge.training.precision, before.dtype)
+    after = (before + seen.tensors[names[0]]).to(kind)
+    before = before.to(kind)
     kept = before.clone()
     for rate in rates:
         kept.mul_(1 - rate * seen.knowledge.training.weight_decay)
-    after = before + seen.tensors[names[0]]
     rest = after.double() - kept.double()
     # what was sent is a difference of weights: put back, it rounds once more
     moved = (rest.abs() > 2 * grid(before)).any(1, keepdim=True)
