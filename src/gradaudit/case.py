@@ -206,7 +206,8 @@ class Case(_Table):
             raise BadInputError("[metrics] lpips is a score of images; leave it away for text")
         if self.lora is not None and self.client.precision == "bf16-weights":
             raise BadInputError(
-                'precision = "bf16-weights" is of whole models, and adapters are kept in float32: leave it or [lora] away'
+                'precision = "bf16-weights" is of whole models, and adapters are kept in float32: set "bf16", or leave '
+                "[lora] away"
             )
         attack = self.build_attack()
         self.build_defenses()
