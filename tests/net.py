@@ -40,6 +40,9 @@ SHORT: dict[str, Any] = {
 FITTED = ("lti", "lti-images")
 """Attacks that learn first."""
 
+COMPOSED = ("auto",)
+"""Attacks that run others, which are here, within a time."""
+
 OVER_ROUNDING = ("confidence", "rank_confidence")
 """Ratios to the largest singular value that is rounding alone."""
 ROUNDING_DIFFERS = 2.0
@@ -141,12 +144,18 @@ def shortened(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, str):
+        value = re.sub(r"(of which it was told; ).*(, or set defenses)", r"\1choose another attack, or defenses", value)
         return re.sub(r"[^\s('\"]*/(\w+/sentences\.jsonl)", r"FOLDER/\1", value)
     if isinstance(value, dict):
         return {name: shortened(one) for name, one in value.items() if name not in ("seconds", "minutes")}
     if isinstance(value, list):
         return [shortened(one) for one in value]
     return value
+
+
+def attacks() -> dict[str, Any]:
+    """Return every attack that has an answer of its own."""
+    return {name: cls for name, cls in known("attack").items() if name not in COMPOSED}
 
 
 def cases() -> dict[str, Any]:
@@ -161,7 +170,7 @@ def cases() -> dict[str, Any]:
 
 def records(folders: dict[str, Path]) -> Iterator[tuple[str, Any]]:
     """Yield a case of every attack on tiny models, by name."""
-    for name, cls in known("attack").items():
+    for name, cls in attacks().items():
         for family, task in FAMILIES.items():
             if task not in cls.tasks and "image-classification" in cls.tasks and name != "blind":
                 continue
@@ -180,7 +189,7 @@ def records(folders: dict[str, Path]) -> Iterator[tuple[str, Any]]:
 
 def support(folders: dict[str, Path]) -> Iterator[tuple[str, Any]]:
     """Yield a case of every attack under every defense, told of it and not."""
-    for name, cls in known("attack").items():
+    for name, cls in attacks().items():
         for defense in known("defense"):
             defenses = [{"name": defense}, *([BEHIND[defense]] if defense in BEHIND else [])]
             for told in (True, False):

@@ -37,6 +37,7 @@ def quick(name: str) -> Attack:
     """Return an attack with its defaults, its longest loops cut short."""
     short = {"steps": 6, "max_candidates": 500, "tries": 2, "starts": 4, "permutations": 4, "rounds": 2, "every": 2}
     short |= {"evaluations": 20, "proposals": 6, "edits": 8, "passes": 2, "beam_width": 2}
+    short |= {"suite": ("decode", "dager")}
     fields = {f.name: f.default for f in dataclasses.fields(known("attack")[name])}
     return build("attack", name, {k: min(v, fields[k]) for k, v in short.items() if k in fields})
 

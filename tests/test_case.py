@@ -54,11 +54,12 @@ def test_the_contract_case_is_read(write):
 
 
 def test_the_printed_example_is_a_case(write):
-    assert load_case(write(EXAMPLE)).build_attack().name == "decode"
+    assert load_case(write(EXAMPLE)).build_attack().name == "auto"
 
 
-def test_defaults_need_only_an_attack():
-    case = parse_case({"attack": {"name": "blind"}})
+def test_defaults_need_nothing():
+    case = parse_case({})
+    assert case.attack == {"name": "auto"}
     assert case.model == "minilm"
     assert case.data.source == "sample"
 
@@ -90,7 +91,6 @@ def test_defaults_need_only_an_attack():
             CONTRACT.replace("dropout = true", 'dropout = true\nprecision = "bf16-weights"', 1) + "[lora]\nrank = 4\n",
             "adapters are kept in float32",
         ),
-        (CONTRACT.split("[attack]")[0], "has no [attack] table"),
         ("", "is empty"),
         ("model = ", "is not TOML"),
     ],

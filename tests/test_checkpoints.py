@@ -62,7 +62,7 @@ def test_two_folders_give_exact_sentences_with_two_commands(folders, tmp_path, g
     code, out, err = gradaudit("attack", tmp_path / "up", "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert found["attack"] == "dager"
+    assert (found["attack"], found["by"]) == ("auto", "dager")
     assert sorted(found["texts"]) == sorted(TEXTS)
 
 
@@ -229,7 +229,7 @@ def test_adapters_and_their_base_make_a_bundle_that_is_read(folders, tmp_path, g
         model.set_adapter("first")
         ours = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
-    code, out, err = gradaudit("attack", tmp_path / "up", "--json")
+    code, out, err = gradaudit("attack", tmp_path / "up", "--attack", "decode", "--json")
     assert code == 0, err
     words = {word["text"] for word in json.loads(out)["words"]}
     assert words == {word for text in TEXTS for word in text.split()}
@@ -263,7 +263,7 @@ def test_a_federation_of_adapters_is_recorded_by_what_it_sends(folders, tmp_path
     assert one.manifest.model.fingerprint == other.manifest.model.fingerprint
     assert {name for name, value in one.tensors.items() if value.any()} == set(other.tensors)
     assert all(torch.equal(one.tensors[name], value) for name, value in other.tensors.items())
-    found = examine(tmp_path / "up", None, [], "all", None, 0, torch.device("cpu"))
+    found = examine(tmp_path / "up", "decode", [], "all", None, 0, torch.device("cpu"))
     assert {word.text for word in found.words or ()} == {word for text in TEXTS for word in text.split()}
     with pytest.raises(BadInputError, match=r"given in order|does not have"):
         package.bundle(before, {"strange": np.zeros(3)} if form != "in order" else [np.zeros(3)], out=tmp_path / "no",

@@ -210,7 +210,7 @@ def test_the_example_s_updates_are_read_at_the_server(tmp_path):
     (first, second) = sorted((tmp_path / "updates" / "round-1").iterdir())
     assert read_manifest(first).model.fingerprint == read_manifest(second).model.fingerprint
     found = examine(first, None, [], "all", None, 0, torch.device("cpu"))
-    assert found.attack == "decode"
+    assert (found.attack, found.by) == ("auto", "decode")
     messages = ("clara berg refused insulin on 14 march.", "please wire tobias 900 euros before friday.")
     assert found.texts in [(text,) for text in messages]
     assert found.certificates == ("proven",)

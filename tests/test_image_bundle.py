@@ -116,7 +116,7 @@ def test_text_is_not_captured_without_its_tokenizer(load, tmp_path: Path):
 
 
 def test_it_is_attacked_as_in_a_case(made: Path):
-    found = examine(made, None, SHORT, "all", None, 3, CPU)
+    found = examine(made, "ig", SHORT, "all", None, 3, CPU)
     assert (found.attack, found.count, found.texts) == ("ig", 2, ())
     client = Client(model_of())
     update = client.update(BATCH, stream(0, "client"))
@@ -193,7 +193,7 @@ def test_weights_inside_are_checked(spoil, tmp_path: Path):
 
 
 def test_the_command_saves_pictures(made: Path, tmp_path: Path, gradaudit):
-    short = ("--set", "steps=2", "--set", "restarts=1")
+    short = ("--attack", "ig", "--set", "steps=2", "--set", "restarts=1")
     code, out, err = gradaudit("attack", made, *short, "--save", tmp_path / "seen")
     assert code == 0
     assert ": 2 images in" in " ".join(out.split())

@@ -7,7 +7,6 @@ import json
 import pytest
 
 import net
-from gradaudit.registry import known
 
 STORED = json.loads(net.STORED.read_text(encoding="utf8"))
 
@@ -16,7 +15,7 @@ def test_cases_keep_their_ids():
     assert net.cases() == STORED["cases"]
 
 
-@pytest.mark.parametrize("attack", sorted(known("attack")))
+@pytest.mark.parametrize("attack", sorted(net.attacks()))
 def test_attacks_answer_as_they_did(folders, tmp_path, attack):
     own = [(key, case) for key, case in net.records(folders) if key.split(" / ")[0] == attack]
     assert own
@@ -27,7 +26,7 @@ def test_attacks_answer_as_they_did(folders, tmp_path, attack):
         assert net.same(stored, made), f"{key}: {made}"
 
 
-@pytest.mark.parametrize("attack", sorted(known("attack")))
+@pytest.mark.parametrize("attack", sorted(net.attacks()))
 def test_attacks_run_or_are_refused_under_the_same_defenses(folders, tmp_path, attack):
     own = [(key, case) for key, case in net.support(folders) if key.split(" / ")[0] == attack]
     assert {key for key, _ in own} == {key for key in STORED["support"] if key.split(" / ")[0] == attack}

@@ -92,7 +92,7 @@ def test_what_is_not_a_frozen_dataclass_with_a_name_is_refused():
     ("name", "values", "sentence"),
     [
         ("dagger", {}, "unknown attack 'dagger'; did you mean 'dager'?"),
-        ("zzzzzz", {}, "unknown attack 'zzzzzz'; known: blind, dager"),
+        ("zzzzzz", {}, "unknown attack 'zzzzzz'; known: auto, blind, dager"),
         ("tag", {"step": 5}, "unknown field of attack 'tag' 'step'; did you mean 'steps'?"),
         ("tag", {"name": "x"}, "unknown field of attack 'tag' 'name'"),
         ("tag", {"steps": "many"}, "attack 'tag': steps: "),

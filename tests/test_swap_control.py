@@ -17,7 +17,7 @@ from gradaudit.types import Batch, Given, Observation, Reconstruction
 from tiny_models import ENCODERS, MADE_UP, OTHERS, SETTINGS, batch_of, seen_of, sentences
 
 TEXT = (name for name, cls in known("attack").items() if "classification" in cls.tasks)
-ATTACKS = sorted(set(TEXT) - {"blind", "lti"})  # lti: tests/test_lti.py
+ATTACKS = sorted(set(TEXT) - {"auto", "blind", "lti"})  # lti: tests/test_lti.py; auto: what it tries is here
 GIVEN = Given(lengths=True, labels=True)
 QUICK = {
     "dlg": {"steps": 15},

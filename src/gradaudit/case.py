@@ -184,7 +184,7 @@ class Case(_Table):
     knowledge: KnowledgeTable = KnowledgeTable()
     selection: SelectionTable = SelectionTable()
     defense: tuple[dict[str, Any], ...] = Field(default=(), description="[[defense]] tables, in order")
-    attack: dict[str, Any] = Field(description="[attack]: name and fields")
+    attack: dict[str, Any] = Field(default={"name": "auto"}, description="[attack]: name and fields")
     metrics: MetricsTable = MetricsTable()
     published: PublishedTable | None = Field(default=None, description="what a paper reports for it; not in the hash")
 
@@ -315,8 +315,6 @@ def load_case(path: Path, settings: Sequence[str] = ()) -> Case:
     data = case_data(path, settings)
     if "axes" in data:
         raise BadInputError(f"{path} has [axes]: it is a sweep; use 'gradaudit sweep {path} --out DIR'")
-    if "attack" not in data:
-        raise BadInputError(f'{path} has no [attack] table; add one with name = "dager"')
     return parse_case(data)
 
 

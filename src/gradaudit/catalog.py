@@ -41,7 +41,7 @@ labels = false
 lengths = false
 
 [attack]
-name = "decode"                   # 'gradaudit list attacks'
+name = "auto"                     # several, two minutes a batch; 'gradaudit list attacks'
 """
 _CLASSES = {"model": '"minilm"', "task": '"classification"', "dropout": "true"}
 _NEXT_WORDS = {"model": '"smollm2"', "task": '"causal-lm"', "dropout": "false"}  # its family has no dropout

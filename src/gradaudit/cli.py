@@ -233,9 +233,12 @@ def attack(
         list[Path], typer.Argument(metavar="BUNDLE...", help="Folders made by gradaudit.capture, of one client.")
     ],
     name: Annotated[
-        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="by what was sent")
+        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="auto")
     ] = None,
     set_: Annotated[list[str], _set("Attack field, e.g. steps=100.")] = [],  # noqa: B006
+    budget: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Of auto: time for an update.", show_default="120")
+    ] = None,
     selection: Annotated[str, typer.Option(help="Which gradients the attacker sees.")] = "all",
     model: Annotated[str | None, typer.Option(help="Model to use in place of the one the bundle names.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack's random stream.")] = 0,
@@ -250,6 +253,8 @@ def attack(
     """Attack update bundles that you are entitled to examine; no truth is needed."""
     place = _ready(device)
     refuse_checkpoints(bundles)
+    if budget is not None:
+        set_ = [*set_, f"budget={budget:g}"]
     if save is not None:
         room_for_pictures(save)  # before the attack, which may take hours
 
@@ -286,7 +291,7 @@ def gate(
     ] = [],  # noqa: B006
     within: Annotated[float, typer.Option(metavar="SECONDS", help="Time for all of it.")] = 60.0,
     name: Annotated[
-        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="by what was sent")
+        str | None, typer.Option("--attack", help="See 'gradaudit list attacks'.", show_default="auto")
     ] = None,
     set_: Annotated[list[str], _set("Attack field, e.g. steps=100.")] = [],  # noqa: B006
     device: Device = "auto",

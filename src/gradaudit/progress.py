@@ -1,5 +1,9 @@
-"""Progress of long work: an attack says `track(range(steps), "matching")`; whoever runs it decides how to show it."""
+"""Progress of long work: an attack says `track(range(steps), "matching")`; whoever runs it decides how to show it.
 
+Whoever runs it may end it, too: at the next step that it reports once its time is over.
+"""
+
+import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +24,29 @@ def shown_by(sink: Sink) -> Iterator[None]:
         yield
     finally:
         _sink.reset(token)
+
+
+class TimeIsOverError(Exception):
+    """Work was ended because its time is over; of what it did nothing is known."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """End the work inside the block at the first step that it reports after so many seconds.
+
+    Raises:
+        TimeIsOverError: inside the block, where it was ended.
+    """
+    end, outer = time.monotonic() + seconds, _sink.get()
+
+    def sink(what: str, done: int, total: int | None) -> None:
+        if outer is not None:
+            outer(what, done, total)
+        if time.monotonic() > end:
+            raise TimeIsOverError(f"time was over during {what}")
+
+    with shown_by(sink):
+        yield
 
 
 def step(what: str, done: int, total: int | None = None) -> None:

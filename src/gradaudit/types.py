@@ -356,6 +356,7 @@ class Reconstruction:
         details: plain numbers the attack reports (loss, candidates, ranks), for the record.
         images: recovered images [n, C, H, W] in 0 to 1, fewer or more than the batch, in any order; None of text.
         words: words of the batch, with or without their place in a sentence; None where the attack names none.
+        by: name of the attack that found it, where one that tries several was run; None: the one that was run.
     """
 
     sequences: tuple[tuple[int, ...], ...] = ()
@@ -365,6 +366,7 @@ class Reconstruction:
     details: Mapping[str, Any] = field(default_factory=dict)
     images: Tensor | None = None
     words: tuple[NamedWord, ...] | None = None
+    by: str | None = None
 
     @property
     def count(self) -> int:

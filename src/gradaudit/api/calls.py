@@ -89,6 +89,7 @@ def attack(
     attack: str | None = None,
     *,
     settings: Sequence[str] = (),
+    budget: float | None = None,
     selection: str = "all",
     model: str | None = None,
     seed: int = 0,
@@ -98,8 +99,9 @@ def attack(
 
     Args:
         bundle: folder made by `gradaudit.capture`, `gradaudit.bundle` or a recorder.
-        attack: its name; by what was sent when None.
+        attack: its name; `auto` when None.
         settings: "steps=100" overrides of the attack's fields.
+        budget: seconds that `auto` may take; 120 when None.
         selection: which gradients the attacker sees.
         model: a model name in place of the bundle's.
         seed: of the attack's random stream.
@@ -111,12 +113,13 @@ def attack(
         BrokenDownError: the attack ended in an error of its own.
     """
     refuse_checkpoints([Path(bundle)])
+    settings = (*settings, *(() if budget is None else (f"budget={budget:g}",)))
     found = examine(Path(bundle), attack, settings, selection, model, seed, pick_device(device))
     proofs = found.certificates or (None,) * len(found.texts)
     read = f"read {found.count} {'sentences' if found.images is None else 'images'}, {proofs.count('proven')} proven"
     told = "; nothing recovered is no sign of safety" if not found.count and not found.named else ""
     return Outcome(
-        attack=found.attack,
+        attack=found.title,
         verdict=f"{read}, and named {found.named} words; nobody compared them with the originals{told}",
         notes=(*found.warnings, *found.notes),
         folder=None,

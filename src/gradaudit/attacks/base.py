@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -145,6 +146,11 @@ class Attack(ABC, Generic[M]):
     def unfitted(self) -> bool:
         """Whether the attack has to learn from public text before it can run: see `fit`."""
         return False
+
+    @property
+    def seconds_at_most(self) -> float:
+        """Seconds after which the attack ends a batch by itself."""
+        return math.inf
 
     def simulated_updates(self, public: int) -> int:
         """Return how many updates of public data `fit` simulates at least, for `gradaudit check`'s estimate.

@@ -90,7 +90,7 @@ def audit_batch(ready: Prepared, index: int) -> tuple[Record, BaseModel]:
                 "clients": ready.client.clients,
                 "replayed": found is not None and "replayed_steps" in found.details,
             },
-            attack=attack,
+            attack=attack if found is None or found.by is None else build("attack", found.by, {}),
             surplus=found is not None and found.count > len(batch),
             scores=verdict.scores,
             baseline=baseline.scores,

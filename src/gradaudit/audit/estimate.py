@@ -58,7 +58,8 @@ def estimate(ready: Prepared) -> Estimate:
     if 1 < steps <= getattr(ready.attack, "replayed_steps", 1):
         attack *= steps
     # beside the attack: the client's own update, two for the diagnosis, one for the judge's baseline
-    seconds = once * (attack + steps + 3) * len(ready.batches)
+    attacked = min(once * attack, ready.attack.seconds_at_most)
+    seconds = (attacked + once * (steps + 3)) * len(ready.batches)
     size = sum(p.numel() * p.element_size() for p in ready.model.parameters().values())
     fixed = {*ready.client.frozen(), *ready.model.untrained()}
     views = [v for v in ready.selection.views(ready.model).values() if v.parameter not in fixed]

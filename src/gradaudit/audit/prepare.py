@@ -19,6 +19,7 @@ from gradaudit.defenses.base import Defense, ExampleDefense, UpdateDefense
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.models.base import Model
 from gradaudit.models.spec import kind_of
+from gradaudit.registry import known
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
 
@@ -139,9 +140,24 @@ def check_counters(case: Case, attack: Attack[M], client: Client) -> None:
     without = uncountered(attack, told, client.model, size)
     if without is not None:
         raise NotSupportedError(
-            f"attack '{attack.name}' has no counter to '{without}' here, of which it was told; choose another "
-            "attack, or defenses = false in [knowledge] for an attacker who does not know of it"
+            f"attack '{attack.name}' has no counter to '{without}' here, of which it was told; "
+            f"{able(told, client.model, size)}, or set defenses = false in [knowledge] for an attacker who does not "
+            "know of it"
         )
+
+
+def able(told: Sequence[Defense], model: Model, size: int | None) -> str:
+    """Return which attacks reckon with all of some defenses, as advice.
+
+    Args:
+        told: the defenses.
+        model: that is attacked.
+        size: examples of the batch, where it is told.
+    """
+    # those that take anything look at nothing, or learn beforehand
+    every = [cls() for cls in known("attack").values() if cls.takes(model.spec.task) and not cls.takes_any]
+    names = [one.name for one in every if uncountered(one, told, model, size) is None]
+    return f"try {', '.join(names)}" if names else "no attack here has"
 
 
 def uncountered(attack: Attack[M], told: Sequence[Defense], model: Model, size: int | None) -> str | None:

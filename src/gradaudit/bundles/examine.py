@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.attacks.base import ModelChangedError
-from gradaudit.audit.prepare import uncountered
-from gradaudit.bundles.bundle import load_bundle, read_manifest, told_defenses
+from gradaudit.audit.prepare import able, uncountered
+from gradaudit.bundles.bundle import load_bundle, told_defenses
 from gradaudit.case import parse_value
 from gradaudit.data.png import png
 from gradaudit.errors import AuditError, BadInputError, BrokenDownError, NotSupportedError
@@ -24,22 +24,8 @@ from gradaudit.types import Knowledge, Reconstruction
 
 WITH_DROPOUT = "decode"
 """What to try where an attack does not reckon with dropout."""
-WITH_ADAPTERS = "decode"
-"""What reads more tokens than adapters have directions."""
-
-
-def usual(folder: Path) -> str:
-    """Return the attack of a bundle where none is named: by what was trained and how, as far as the bundle says."""
-    manifest = read_manifest(folder)
-    if manifest.model.image is not None:
-        return "ig"
-    if manifest.model.adapters:
-        return WITH_ADAPTERS
-    known = manifest.knowledge
-    if manifest.kind == "gradient":
-        return WITH_DROPOUT if known.get("dropout") else "dager"
-    descended = (known.get("training") or {}).get("optimizer") == "sgd"
-    return "dager" if descended and known.get("dropout") == 0.0 else WITH_DROPOUT
+USUAL_ATTACK = "auto"
+"""The attack where none is named."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +56,7 @@ class Examination:
         texts: recovered sentences; none of images.
         ids: their token ids.
         labels, certificates, notes, details: of the reconstruction.
+        by: name of the attack that read it, where `attack` tries several.
         warnings: what preflight noticed.
         seconds: wall time of the attack.
         images: recovered images as base64 PNG; None of text.
@@ -89,6 +76,12 @@ class Examination:
     seconds: float
     images: tuple[str, ...] | None = None
     words: tuple[ShownWord, ...] | None = None
+    by: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The attack's name, and that of the one that read it where several were tried."""
+        return self.attack if self.by is None else f"{self.attack} ({self.by})"
 
     @property
     def count(self) -> int:
@@ -104,6 +97,7 @@ class Examination:
         """Return it as plain data; `scores` is null because there is no truth to score against."""
         return {
             "attack": self.attack,
+            "by": self.by,
             "model": self.model,
             "knowledge": self.knowledge.given(),
             "texts": list(self.texts),
@@ -156,7 +150,7 @@ def examine(
 
     Args:
         folder: the bundle.
-        attack: name of the attack; None for the `usual` one.
+        attack: name of the attack; None for `USUAL_ATTACK`.
         settings: "field=value" overrides of its fields.
         selection: which gradients it sees.
         model: a model name in place of the bundle's.
@@ -170,16 +164,16 @@ def examine(
         NotSupportedError: the update is behind a defense to which the attack has no counter.
         BrokenDownError: the attack ended in an error of its own.
     """
-    if attack is None:
-        attack = usual(folder)
+    attack = attack or USUAL_ATTACK
     built = set_up(attack, settings)
     bundle = load_bundle(folder, device, model, blocks)
     seen = replace(bundle.observation(Selection(selection)), known=known)
-    without = uncountered(built, told_defenses(seen.knowledge), bundle.model, seen.knowledge.batch_size)
+    told, size = told_defenses(seen.knowledge), seen.knowledge.batch_size
+    without = uncountered(built, told, bundle.model, size)
     if without is not None:
         raise NotSupportedError(
-            f"attack '{attack}' has no counter to '{without}' here, which the bundle says acts on the update; choose "
-            "another attack"
+            f"attack '{attack}' has no counter to '{without}' here, which the bundle says acts on the update; "
+            f"{able(told, bundle.model, size)}"
         )
     given = (f"{len(known)} sentences read from other rounds were given to the attacker",) if known else ()
     began = time.perf_counter()
@@ -205,6 +199,7 @@ def examine(
         seconds=seconds,
         images=tuple(png(image) for image in _shown(found)) if isinstance(bundle.model, ImageModel) else None,
         words=_named(bundle.model, found),
+        by=found.by,
     )
 
 

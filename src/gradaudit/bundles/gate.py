@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gradaudit.audit.thresholds import Threshold, parse
-from gradaudit.bundles.examine import set_up, usual
+from gradaudit.bundles.bundle import read_manifest
+from gradaudit.bundles.examine import USUAL_ATTACK, set_up
 from gradaudit.errors import AuditError, BadInputError, ExitCode
 
 COUNTS: dict[str, Callable[[Mapping[str, Any]], int]] = {
@@ -24,6 +25,10 @@ COUNTS: dict[str, Callable[[Mapping[str, Any]], int]] = {
 """What can be counted of an attack's reading without the truth, the surest first."""
 USUAL = ("proven>0", "certain_words>0")
 """What closes a gate where nothing is said: a sentence or word that nothing else explains."""
+
+
+_BUDGETED = 0.7
+"""Share of the time that `auto` may take; loading takes the rest."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def gate(
         folder: the bundle.
         fail_on: conditions on `COUNTS`, such as "proven>0".
         within: seconds for all of it.
-        attack: name of the attack; None for the usual one of such a bundle.
+        attack: name of the attack; None for `auto`, of which what was read in time counts.
         settings: "field=value" overrides of its fields.
         device: "auto", "cpu" or "cuda".
 
@@ -88,8 +93,10 @@ def gate(
     limits = parse(fail_on, tuple(COUNTS))
     if not limits or within <= 0:
         raise BadInputError(f"a gate needs a condition and a time above 0, got {len(limits)} and {within:g} s")
-    attack = attack or usual(folder)
-    set_up(attack, settings)  # what is no bundle or no attack is said at once
+    read_manifest(folder)  # what is no bundle or no attack is said at once
+    if attack is None:
+        attack, settings = USUAL_ATTACK, (f"budget={_BUDGETED * within:g}", *settings)
+    set_up(attack, settings)
     command = [
         sys.executable,
         "-m",

@@ -18,7 +18,7 @@ class Gatekeeper:
         model: as `Recorder` takes it, and what is told of the training as well.
         fail_on: conditions that close the gate, as in `gradaudit gate`.
         within: seconds for the attack.
-        attack: name of the attack; the usual one of such an update when None.
+        attack: name of the attack; `auto` when None.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class GateFilter(_RoundFilter):
         model, tokenizer, training, sentences, dropout, defenses: as `AuditFilter` takes them.
         fail_on: conditions that close the gate, as in `gradaudit gate`; its usual ones when None.
         within: seconds for the attack.
-        attack: name of the attack; the usual one when None.
+        attack: name of the attack; `auto` when None.
     """
 
     def __init__(

@@ -227,7 +227,7 @@ def print_examination(found: Examination, bundle: Path, out: Console, err: Conso
     """Print what an attack read out of one bundle."""
     for warning in found.warnings:
         err.print(f"[yellow]note:[/yellow] {escape(warning)}")
-    out.print(f"[bold]{found.attack}[/bold] on {escape(str(bundle))}: {_amount(found)} in {found.seconds:.1f} s\n")
+    out.print(f"[bold]{found.title}[/bold] on {escape(str(bundle))}: {_amount(found)} in {found.seconds:.1f} s\n")
     for number, text in enumerate(found.texts, 1):
         proof = found.certificates[number - 1] if found.certificates else ""
         out.print(f"{number:>3}  {escape(harmless(text))}  [dim]{proof}[/dim]")
