@@ -56,7 +56,7 @@ def make_info(**changed: Any) -> RunInfo:
             "parameters": 22_700_000,
             "random_weights": False,
         },
-        "data": {"source": "embedded sample", "sha256": "9f86d081884c7d65", "rows": 200},
+        "data": {"where": "embedded sample", "sha256": "9f86d081884c7d65", "rows": 200},
         "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.1.0", "numpy": "2.4.6"},
         "device": "cpu",
         "settings": {

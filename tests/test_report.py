@@ -45,8 +45,11 @@ def test_markup_is_well_formed_and_closed_to_the_network(show_text: bool) -> Non
     assert '<html lang="en">' in html
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in html
     assert "<script" not in html.lower()
-    assert not {"script", "link", "img", "iframe", "object", "base", "form", "a"} & set(seen.tags)
-    assert not [name for name, _ in seen.attributes if name.startswith("on") or name in ("src", "href", "style")]
+    assert not {"script", "link", "img", "iframe", "object", "base", "form"} & set(seen.tags)
+    links = [value for name, value in seen.attributes if name == "href"]
+    assert links
+    assert all(link.startswith("#") and link[1:] in seen.ids for link in links), "within the page"
+    assert not [name for name, _ in seen.attributes if name.startswith("on") or name in ("src", "style")]
     assert not re.search(r"https?://|url\(|@import|//[a-z]", html, re.IGNORECASE)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]", html)
 

@@ -68,12 +68,15 @@ def report(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_report_is_drawn(browse: Browse, report: Path, tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, False), (1280, True)], ids=["phone", "light", "dark"])
+def test_report_is_drawn(browse: Browse, report: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    """To look at the pictures: `pytest --basetemp FOLDER` keeps them there."""
     picture = tmp_path / "picture.png"
-    browse(report, f"--screenshot={picture}", width=width, height=844)
-    seen_width, colors = _read_png(picture.read_bytes())
+    scheme = ("--blink-settings=preferredColorScheme=0",) if dark else ()
+    browse(report, f"--screenshot={picture}", *scheme, width=width, height=844)
+    seen_width, colors, paper = _read_png(picture.read_bytes())
     assert seen_width >= width
+    assert max(paper) < 64 if dark else min(paper) > 192
     assert colors > 50, "the picture is blank, or nearly"
 
 
@@ -125,8 +128,11 @@ document.getElementById("page").addEventListener("load", (event) => {
 """
 
 
-def _read_png(data: bytes) -> tuple[int, int]:
-    """Return the width of a PNG of 8-bit samples and how many distinct filtered pixels it has."""
+def _read_png(data: bytes) -> tuple[int, int, tuple[int, ...]]:
+    """Return the width of a PNG of 8-bit samples, how many distinct filtered pixels it has, and its first pixel.
+
+    Nothing comes before the first pixel, so that it is itself whatever the filter.
+    """
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     at, body, width, samples = 8, b"", 0, 3
     while at < len(data):
@@ -146,4 +152,4 @@ def _read_png(data: bytes) -> tuple[int, int]:
         for row in range(0, len(raw), stride)
         for i in range(0, stride - 1, samples)
     }
-    return width, len(pixels)
+    return width, len(pixels), tuple(raw[1:4])

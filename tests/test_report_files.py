@@ -45,7 +45,7 @@ def test_report_is_written_whole_and_private(tmp_path: Path) -> None:
 
 def test_report_uses_the_real_summaries(tmp_path: Path) -> None:
     pytest.importorskip("gradaudit.metrics.summary")
-    assert "Privacy audit: Leaks" in render(make_folder(tmp_path)).read_text()
+    assert "<title>Leaks: embedded sample, minilm, 21 November 2025" in render(make_folder(tmp_path)).read_text()
 
 
 @pytest.mark.usefixtures("summaries_here")

@@ -215,6 +215,8 @@ def run(
         out.print(f"{escape(ready.model.spec.title)}, {escape(ready.rows.where)}")
         told = verdict([summary], records).sentence
         out.print(f"\n[bold]Verdict:[/bold] {escape(told)}\n\nreport   {page}")
+        out.print(f"proven   {sum(r.proven for r in records)} of {sum(len(r.sentences) for r in records)} sentences")
+        out.print(f"flags    {escape(', '.join(summary.flags) or 'none')}  (docs/flags.md)")
         _print_problems("failed", (r.error for r in records))
     crossed = [str(t) for t in limits if t.crossed(summary)]
     if crossed:

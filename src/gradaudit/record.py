@@ -7,6 +7,7 @@ and what was recovered, are readable by their owner alone, and are what `gradaud
 import base64
 import binascii
 import math
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -178,6 +179,22 @@ class Record(_Plain):
     details: dict[str, Any] = {}
     images: tuple[ImageMarks, ...] = ()
     images_baseline: tuple[ImageMarks, ...] = ()
+
+    @property
+    def proven(self) -> int:
+        """How many sentences are proven."""
+        return self.certificates.get("proven", 0)
+
+
+def readers(records: Iterable[Record]) -> str:
+    """Return an attack's name, and in brackets those of the attacks that read its answers where it tried several.
+
+    Args:
+        records: of one attack.
+    """
+    records = list(records)
+    by = dict.fromkeys(str(r.details["read_by"]) for r in records if "read_by" in r.details)
+    return records[0].attack + (f" ({', '.join(by)})" if by else "")
 
 
 class _PrivateSide(_Plain):

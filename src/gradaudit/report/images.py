@@ -113,6 +113,7 @@ PAGES.add(
             "failed": "worst",
             "counts_as": "the worst there is",
             "truth": "true images",
+            "shown": "Recovered images",
             "told": "the share of the blind guess’s mean squared error that the strongest attack that was run explains"
             ": 100 is the images themselves, 0 no better than the guess without any gradient, or worse",
         },

@@ -20,7 +20,8 @@ class Page:
 
     Args:
         template: file with its parts: "results", "private", "read best".
-        words: its own words: question, drawn, failed, counts_as, truth, told.
+        words: its own words: question, drawn, failed, counts_as, truth, told, shown
+            (title of the private part; empty for none).
         private: of which model the lines of its private file are; None where the report shows none.
         file: that file, in a run's folder.
         facts: returns the few numbers a reader should see first, from the rows of results, the records and what is
@@ -43,6 +44,7 @@ _WORDS: Mapping[str, str] = {
     "failed": "worst",
     "counts_as": "the worst there is",
     "truth": "true data",
+    "shown": "",
     "told": "what the strongest attack that was run read",
 }
 """Words for a kind of data that has none of its own."""

@@ -13,11 +13,11 @@ from gradaudit.files import read_lines, write_page
 from gradaudit.flags import FLAGS
 from gradaudit.metrics.summary import summarize
 from gradaudit.record import Pictures, Record, RunInfo, Spectrum, Summary, Texts
-from gradaudit.report import sections
+from gradaudit.report import advice, sections
 from gradaudit.report.images import picture_grids
 from gradaudit.report.page import page_of
 from gradaudit.report.spectrum import spectrum_svg
-from gradaudit.report.text import SentencePairs, sentence_pairs
+from gradaudit.report.text import SentencePairs, best_read, sentence_pairs
 from gradaudit.report.visible import Veil, clip, environment
 from gradaudit.report.wording import CERTIFICATES, DIAGNOSES, HEADLINES, MARKS
 from gradaudit.scores import scores_of
@@ -124,12 +124,14 @@ def _page(
     errors = sections.counted(records, lambda r: [veil(r.error)] if r.error is not None else [])
     notes = sections.counted(records, lambda r: [veil(note) for note in dict.fromkeys(r.notes)])
     spectra = _spectra(records, settings)
+    diagnosed = sections.diagnoses(records, order)
     kind = scores_of(name for r in records for name in r.scores)
     page = page_of(kind.kind)
     grids = picture_grids(records, pictures, show_text, order, limits.pictures)
     names = [score.title for score in kind.all]
     spans = any(row.names_and_numbers.interval for found in rows.values() for row in found)
     words = any(row.words.interval for found in rows.values() for row in found)
+    loads = any(r.load is not None for r in records)
     return (
         environment()
         .get_template("report.html.j2")
@@ -141,15 +143,38 @@ def _page(
             facts=page.facts(every_row, records, grids),
             kind=kind,
             page=page,
-            loads=any(r.load is not None for r in records),
+            loads=loads,
             lpips=any(r.scores.get("lpips") is not None for r in records),
             grids=grids,
             has_pictures=bool(pictures),
-            cautions=_cautions(info, records, flags),
+            cautions=_cautions(info, records, flags, judged),
+            steps=advice.next_steps(judged, every_row, flags, records),
+            kinds=advice.KINDS,
+            who_sees=advice.who_sees(records),
+            name=_name(info),
             headlines=HEADLINES,
+            contents=(
+                ("verdict", "Verdict"),
+                ("next", "What to do next"),
+                ("by-setting", "Setting by setting" if len(judged.settings) > 1 else ""),
+                ("promised", "What the defenses promise" if info.promises else ""),
+                ("results", "What each attack recovered"),
+                ("given", "What the attacker was given"),
+                ("covered", "What this audit covers"),
+                ("texts", page.words["shown"]),
+                ("spectra", "Directions in the gradient" if spectra else ""),
+                ("diagnosis", "Why attacks stopped" if diagnosed else ""),
+                ("flags", "When to distrust these numbers"),
+                ("made", "For experts"),
+            ),
             made=_date(info.made),
             score_names=names,
-            columns=[*names, *(["Names, numbers"] if spans else []), *(_WORDS if words else ()), *_COUNTS],
+            columns=[
+                *names,
+                *(["Names, numbers"] if spans else []),
+                *(_WORDS if words else ()),
+                *_COUNTS[: None if loads else -1],
+            ],
             rows=rows,
             rows_left_out=rows_left_out,
             spans=spans,
@@ -157,7 +182,8 @@ def _page(
             threats=sections.threats(records, order),
             seen=sections.seen_shares(info, records, settings),
             pairs=pairs,
-            open_pair=_worst(pairs, judged),
+            open_pair=(opened := _worst(pairs, judged)),
+            best_read=None if opened is None else best_read(opened),
             show_text=show_text,
             has_texts=bool(texts),
             marks=MARKS,
@@ -166,7 +192,7 @@ def _page(
             spectra=[(name, spectrum_svg(item), item) for name, item in spectra[: limits.spectra]],
             spectra_left_out=len(spectra[limits.spectra :]),
             diagnosis_names=DIAGNOSES,
-            diagnoses=sections.diagnoses(records, order),
+            diagnoses=diagnosed,
             flags=flags,
             flag_meanings=FLAGS,
             errors=errors,
@@ -203,19 +229,30 @@ def _first_rows(
     return shown, left_out
 
 
-def _cautions(info: RunInfo, records: Sequence[Record], flags: Sequence[sections.Counted]) -> list[str]:
-    """Return what a reader must know before believing the verdict, one sentence each."""
+def _name(info: RunInfo) -> str:
+    """Return what the case is called: by its owner, or by its data."""
+    return str(info.case_data.get("name") or info.data.get("where") or "data not recorded")
+
+
+def _cautions(
+    info: RunInfo, records: Sequence[Record], flags: Sequence[sections.Counted], judged: Verdicts
+) -> list[str]:
+    """Return what a reader must know before believing the verdict, one sentence each.
+
+    That a weaker attack failed says nothing against a verdict that it leaks.
+    """
     found = []
     if info.model.get("random_weights"):
         found.append("The model has random weights, so the numbers say little about a trained model.")
     attacked = [r for r in records if r.attack != BLIND]
     missed = sum(r.diagnosis is not None and r.diagnosis.verdict == "optimizer failed" for r in attacked)
-    if missed:
+    lower = judged.overall.level != "leaks"
+    if missed and lower:
         found.append(
             f"In {missed} of {len(attacked)} attacked batches the truth fits the update better than the "
             "guess: a better search would have read more."
         )
-    if {"dropout-not-modeled", "defense-not-modeled"} & {flag.text for flag in flags}:
+    if lower and {"dropout-not-modeled", "defense-not-modeled"} & {flag.text for flag in flags}:
         found.append(
             "Some attacks did not reckon with the client’s dropout or defenses: their scores are lower bounds."
         )

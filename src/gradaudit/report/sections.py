@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradaudit.record import Interval, Record, RunInfo, Summary
+from gradaudit.record import Interval, Record, RunInfo, Summary, readers
 from gradaudit.report.wording import ALWAYS_GIVEN, DIAGNOSES, KNOWLEDGE
 from gradaudit.scores import Scores, scores_of
 from gradaudit.verdict.level import BLIND
@@ -78,7 +78,10 @@ def pair_order(info: RunInfo, summaries: Sequence[Summary], records: Sequence[Re
     pairs = dict.fromkeys([(s.setting, s.attack) for s in summaries] + [(r.setting, r.attack) for r in records])
     settings = list(dict.fromkeys([*info.settings, *(setting for setting, _ in pairs)]))
     score = {(s.setting, s.attack): strength(s) for s in summaries}
-    return sorted(pairs, key=lambda p: (settings.index(p[0]), p[1] == BLIND, -score.get(p, 0.0), p[1]))
+    proven: Counter[Pair] = Counter()
+    for record in records:
+        proven[record.setting, record.attack] += record.proven
+    return sorted(pairs, key=lambda p: (settings.index(p[0]), p[1] == BLIND, -score.get(p, 0.0), -proven[p], p[1]))
 
 
 def strength(summary: Summary) -> float:
@@ -111,7 +114,7 @@ def _row(summary: Summary, own: Sequence[Record]) -> ResultRow:
     spans = [r.sensitive_baseline for r in own if r.sensitive_baseline is not None]
     loads = [r.load for r in own if r.load is not None]
     return ResultRow(
-        attack=summary.attack,
+        attack=readers(own) if own else summary.attack,
         is_blind=is_blind,
         cells=tuple(cells.values()),
         main=cells[kind.main],

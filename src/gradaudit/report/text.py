@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from gradaudit.record import Record, SentenceMarks, Texts
+from gradaudit.record import Record, SentenceMarks, Texts, readers
 from gradaudit.report.page import PAGES, Facts, Page, Rows
 from gradaudit.report.visible import block, clip
 from gradaudit.report.wording import MARKS, NO_INTERVAL, number_of
@@ -19,15 +19,18 @@ def _facts(rows: Rows, records: Sequence[Record], shown: Sequence[SentencePairs]
     """Return the few numbers a reader should see first: name, number, and what to hold it against."""
     attacks = [(setting, row) for setting, found in rows.items() for row in found if not row.is_blind]
     facts: list[tuple[str, str, str]] = []
-    exact: dict[tuple[str, str], tuple[int, int]] = {}
+    exact: dict[tuple[str, str], tuple[int, int, int]] = {}
     for record in records:
         if record.attack != BLIND:
-            found, total = exact.get((record.setting, record.attack), (0, 0))
+            found, proven, total = exact.get((record.setting, record.attack), (0, 0, 0))
             found += sum(marks.exact for marks in record.sentences)
-            exact[record.setting, record.attack] = (found, total + sentence_count(record))
+            exact[record.setting, record.attack] = (found, proven + record.proven, total + sentence_count(record))
     if exact and any(record.sentences for record in records):
-        (where, attack), (found, total) = max(exact.items(), key=lambda item: item[1][0] / max(1, item[1][1]))
-        by = f"{attack}, {where}" if found else "by any one attack"
+        (where, attack), (found, proven, total) = max(
+            exact.items(), key=lambda item: (item[1][0] / max(1, item[1][2]), item[1][1])
+        )
+        told = readers(r for r in records if (r.setting, r.attack) == (where, attack))
+        by = f"{told}, {where}" + (f"; {proven} proven" if proven else "") if found else "by any one attack"
         facts.append(("Sentences read back exactly", f"{found} of {total}", by))
     scored = [(setting, row) for setting, row in attacks if row.main.interval and row.main.interval.mean is not None]
     if scored:
@@ -131,6 +134,12 @@ def sentence_pairs(
     ]
 
 
+def best_read(pairs: SentencePairs) -> SentenceRow | None:
+    """Return the sentence that was read best: exact and proven before all others; None where nothing was read."""
+    read = [row for row in pairs.shown if row.recovered is not None]
+    return max(read, key=lambda row: (row.exact, row.certificate == "proven", row.rougeL or 0.0), default=None)
+
+
 def _takes(costs: Sequence[Sequence[int]], most: int, budget: int) -> list[int]:
     """Return how many sentences each pair may show: the same number for all, as the budget allows."""
     for take in range(most, 0, -1):
@@ -215,6 +224,7 @@ PAGES.add(
             "failed": "0",
             "counts_as": "0",
             "truth": "true text",
+            "shown": "Recovered text",
             "told": "the ROUGE-L of the strongest attack that was run, beside blind guessing without any gradient",
         },
         private=Texts,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from gradaudit.record import Interval, Record, SentenceMarks, Summary
+from gradaudit.record import Interval, Record, SentenceMarks, Summary, readers
 from gradaudit.verdict.level import BLIND, RULES, Level, Rules, counted
 
 NEAR_SCORE, NEAR_WORDS = 90.0, 5
@@ -70,15 +70,17 @@ def _judge(
 
 def _leaks(name: str, attacks: Sequence[Record], records: Sequence[Record]) -> tuple[Level, str] | None:
     blind = {(r.case, r.batch): r for r in records if r.attack == BLIND and r.error is None}
-    gains: dict[str, list[tuple[int, int, int]]] = {}
+    gains: dict[str, list[tuple[int, int, int, int]]] = {}
     for record in attacks:
         # Sentences of failed batches stay in the total: a failure is no proof that they were out of reach.
         failed = record.error is not None
         exact, near = (0, 0) if failed else _read_back(record, blind.get((record.case, record.batch)))
-        gains.setdefault(record.attack, []).append((exact, near, sentence_count(record)))
+        gains.setdefault(record.attack, []).append(
+            (exact, near, 0 if failed else record.proven, sentence_count(record))
+        )
     totals = {attack: tuple(map(sum, zip(*found, strict=True))) for attack, found in gains.items()}
-    attack, best = max(totals.items(), key=lambda item: item[1], default=("", (0, 0, 0)))
-    exact, near, total = best
+    attack, best = max(totals.items(), key=lambda item: item[1], default=("", (0, 0, 0, 0)))
+    exact, near, proven, total = best
     if exact + near == 0:
         return None
     how = f"{exact} of {counted(total, 'sentence', 'sentences')} exactly" if exact else ""
@@ -86,9 +88,11 @@ def _leaks(name: str, attacks: Sequence[Record], records: Sequence[Record]) -> t
         word_for_word = f"{near} almost word for word"
         how = f"{how} and {word_for_word}" if exact else f"{near} of {total} sentences almost word for word"
     text = (
-        f"Private text can be read back: in the setting “{name}” the attack “{attack}” recovered {how}, "
-        "beyond what blind guessing recovers."
+        f"Private text can be read back: in the setting “{name}” the attack "
+        f"“{readers(r for r in attacks if r.attack == attack)}” recovered {how}, beyond what blind guessing recovers."
     )
+    if proven:
+        text += f" {counted(proven, 'sentence is', 'sentences are')} proven by the update itself."
     return "leaks", text
 
 

@@ -1,0 +1,112 @@
+"""What a reader does next, from the verdict, the flags and the measured settings; and what an audit covers."""
+
+from collections.abc import Mapping, Sequence
+
+from gradaudit.record import Record
+from gradaudit.report.sections import Counted, ResultRow
+from gradaudit.scores import scores_of
+from gradaudit.verdict.level import BLIND
+from gradaudit.verdict.run import Verdicts
+
+_BY_LEVEL: Mapping[str, tuple[str, ...]] = {
+    "leaks": (
+        "Do not send updates of this kind to anyone who may not read the data.",
+        "Compare defenses on your own data: “gradaudit sweep” measures what each hides and what it costs. "
+        "docs/defenses.md says what each promises.",
+    ),
+    "partly": (
+        "Treat these updates as personal data: parts of the text are in them.",
+        "Compare defenses on your own data: “gradaudit sweep” measures what each hides and what it costs. "
+        "docs/defenses.md says what each promises.",
+    ),
+    "not shown": (
+        "Do not report this as safe. Try more time (--set attack.budget=1200), smaller batches and more of them.",
+        "A defense with a stated epsilon bounds attacks to come as well: “gradaudit claims” checks it.",
+    ),
+    "inconclusive": (
+        "Mend what is listed under “Batches that failed” and run the same command again: finished batches are kept.",
+    ),
+}
+_BY_FLAG: Mapping[str, str] = {
+    "few-batches": "Run at least 10 batches (--set data.batches=10) before you quote a mean.",
+    "random-weights": "Repeat with the weights that you train: random ones can leak more or less.",
+    "dropout-not-modeled": "Run the setting with an attack that reads dropout: “auto” chooses one.",
+    "defense-not-modeled": "Let the attacker know of the defense ([knowledge] defenses = true), as a real one would.",
+    "truncated": "Texts were cut to the model’s length: judge what you send, not the whole text.",
+    "word-rows-shared": "Freeze the word embedding, or leave its rows out: they name the words of the batch.",
+}
+REPEAT = (
+    "Repeat the audit when the model, the data, the client’s training or its defenses change, and when a new version "
+    "of gradaudit brings stronger attacks."
+)
+
+KINDS: tuple[tuple[str, str, str], ...] = (
+    ("Reading examples back from an update", "done", "this report"),
+    ("Saying whether a known example was used (membership)", "not done", "tools for it: LeakPro, jax-privacy"),
+    (
+        "Inferring properties or attributes of the data",
+        "not done",
+        "apart from the names, numbers and labels shown here",
+    ),
+    ("A server that chooses weights to make updates leak", "not done", "the attacker here follows the protocol"),
+    (
+        "What is sent beside the update (number of examples, training loss)",
+        "not done",
+        "used only where it is “given” above",
+    ),
+    ("Attacks on the finished model", "not applicable", "an update was audited, not the model that comes of it"),
+)
+"""Kinds of attack, whether this audit did them, and where else to look."""
+
+
+def next_steps(
+    judged: Verdicts, rows: Mapping[str, Sequence[ResultRow]], flags: Sequence[Counted], records: Sequence[Record]
+) -> list[str]:
+    """Return what to do next, the weightiest first.
+
+    Args:
+        judged: the run's verdicts.
+        rows: of the table of results, by setting.
+        flags: that were raised.
+        records: of the run.
+    """
+    steps = list(_BY_LEVEL[judged.overall.level])
+    if (least := _least(judged, rows, records)) is not None:
+        steps.insert(1, least)
+    raised = {flag.text for flag in flags}
+    return [*steps, *(step for name, step in _BY_FLAG.items() if name in raised), REPEAT]
+
+
+def _least(judged: Verdicts, rows: Mapping[str, Sequence[ResultRow]], records: Sequence[Record]) -> str | None:
+    """Return which of several measured settings gave the least away, by its own strongest attack; None for one."""
+    best: dict[str, tuple[float, float, ResultRow]] = {}
+    kind = scores_of(name for record in records for name in record.scores)
+    for setting, found in rows.items():
+        for row in found:
+            mean = None if row.main.interval is None else row.main.interval.mean
+            if mean is not None and not row.is_blind:
+                own = (kind.strength(mean), mean, row)
+                best[setting] = max(best.get(setting, own), own, key=lambda item: item[0])
+    if judged.overall.level not in ("leaks", "partly") or len(best) < 2:
+        return None
+    setting, (_, mean, row) = min(best.items(), key=lambda item: item[1][0])
+    if judged.settings[setting].level == "leaks":
+        return f"None of the {len(best)} settings measured here is enough: each leaks by itself."
+    digits, against = row.main.digits, ""
+    if row.main.blind is not None:
+        against = f", blind guessing {row.main.blind:.{digits}f}"
+    return (
+        f"Of the settings measured here, “{setting}” gave the least: {kind[kind.main].title} {mean:.{digits}f} by "
+        f"“{row.attack}”{against}. What it costs is not in this report."
+    )
+
+
+def who_sees(records: Sequence[Record]) -> str:
+    """Return who sees an update before defenses act on it, and after."""
+    defended = any(record.knowledge.get("defenses") for record in records if record.attack != BLIND)
+    if not defended:
+        return "No defense acts on these updates: the server, and whoever reads along, sees them as the attack did."
+    return (
+        "The defenses act on the client: it alone sees the update before them, the server sees it after them. Where "
+        "your server adds the noise itself, it sees the update without: audit that as well, without the defense."
+    )
