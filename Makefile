@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check install clean
+.PHONY: demo test check docs install clean
 
 demo: $(STAMP)
 	@$(BIN)/gradaudit demo
@@ -16,6 +16,17 @@ check: $(STAMP)
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
+
+# in an environment of its own, so that developing needs none of it; a warning (a dead link) fails
+docs: build/docs/.installed
+	build/docs/bin/python -m sphinx -W --keep-going -q -c docs . build/site
+	@echo "open build/site/docs/index.html"
+
+build/docs/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv build/docs
+	@build/docs/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
+	@build/docs/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
 
 install: $(STAMP)
 

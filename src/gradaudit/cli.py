@@ -73,9 +73,8 @@ app = typer.Typer(
     help="How much private text, and how well images, can be read back from the updates a model training sends?",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 done; 1 a threshold is crossed or a claim does not hold; 2 bad input; 3 inconclusive.",
+    epilog="Exit codes: 0 done; 1 a threshold is crossed or a claim does not hold; 2 bad input; 3 inconclusive; 4 broken.",
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -437,14 +436,13 @@ def check(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Validate a case, print it with every default, and estimate its time and memory."""
+    """Validate a case and estimate its time and memory; --json prints it with every default."""
     case = load_case(case_file, set_)
     ready = prepare(case, case_file.resolve().parent, _ready(device))
     cost = estimate(ready)
     if as_json:
         _print_json({"case": case.resolved(), "hash": case.content_hash(), "estimate": asdict(cost)})
         return
-    out.print_json(json.dumps(case.resolved()))
     out.print(f"hash {case.content_hash()}; model {ready.model.spec.title}; data {ready.rows.where}")
     first = f"{ready.case.data.batch_size} images"
     if cost.tokens is not None:
@@ -684,7 +682,7 @@ def main() -> NoReturn:
     except Exception:  # a bug: say where, and never with the status of a crossed threshold
         err.print_exception()
         err.print("[red]this is a bug in gradaudit or in a plugin; nothing that was finished is lost[/red]")
-        code = ExitCode.INCONCLUSIVE
+        code = ExitCode.BROKEN
     except BaseException as problem:
         if type(problem).__name__ != "PanicException":  # of a Rust library, and no `Exception`
             raise

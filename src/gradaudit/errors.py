@@ -13,6 +13,7 @@ class ExitCode(IntEnum):
     THRESHOLD_CROSSED = 1
     BAD_INPUT = 2
     INCONCLUSIVE = 3
+    BROKEN = 4
 
 
 class AuditError(Exception):
