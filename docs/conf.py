@@ -11,7 +11,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 root_doc = "docs/index"
 # pages link to results and to the repository's own pages, which are in the site as well
-include_patterns = ["docs/**.md", "benchmarks/results/**.md", "examples/**.md", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+include_patterns = ["docs/**.md", "benchmarks/results/**.md", "examples/**.md"]
+include_patterns += ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
 html_theme = "alabaster"
 html_theme_options = {
     "description": "How much private text can be read back from a training update?",

@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 import gradaudit.bundles.examine
-import gradaudit.cli
 from gradaudit.bundles import bundle
 from gradaudit.bundles.examine import Examination, examine
 from gradaudit.bundles.rounds import examine_rounds, joined
@@ -172,7 +171,7 @@ def test_the_command_prints_what_was_read_before_a_stop_and_is_inconclusive(two_
             raise KeyboardInterrupt
         return real(folder, *rest, **more)
 
-    monkeypatch.setattr(gradaudit.cli, "examine", stopped)
+    monkeypatch.setattr(gradaudit.bundles.examine, "examine", stopped)
     told = RUN.invoke(app, ["attack", *map(str, folders)])
     assert told.exit_code == 3
     assert texts[0] in told.stdout

@@ -109,7 +109,7 @@ def listing(kind: str) -> list[dict[str, str]]:
         return embedded + shapes + other + images
     if kind == "data":
         return [{"name": name, "about": f"{item.about}; license: {item.license}"} for name, item in NAMED.items()]
-    raise unknown_name("kind", kind, ["attacks", "models", "metrics", "defenses", "data"])
+    raise unknown_name("kind", kind, _LISTED)
 
 
 def details(kind: str, name: str) -> dict[str, Any]:
@@ -119,6 +119,8 @@ def details(kind: str, name: str) -> dict[str, Any]:
         BadInputError: an unknown kind or name.
     """
     kind = kind.rstrip("s")
+    if (kind, name) == ("case", "example"):
+        return {"kind": kind, "name": name, "about": EXAMPLE}
     if kind in ("attack", "defense"):
         found = known(kind)
         if name not in found:
@@ -130,6 +132,22 @@ def details(kind: str, name: str) -> dict[str, Any]:
             raise unknown_name(kind, name, items)
         return {"kind": kind, **items[name]}
     raise unknown_name("kind", kind, ["attack", "model", "metric", "defense", "data", "case"])
+
+
+def shipped() -> dict[str, Any]:
+    """Return all of the catalog, as the file that is shipped holds it.
+
+    `python -m gradaudit.catalog > src/gradaudit/data/catalog.json` writes it anew.
+    """
+    every = {kind: listing(kind) for kind in _LISTED}
+    named = {
+        kind.removesuffix("s"): {item["name"]: details(kind, item["name"]) for item in items}
+        for kind, items in every.items()
+    }
+    return {"listing": every, "details": named | {"case": {"example": details("case", "example")}}}
+
+
+_LISTED = ("attacks", "models", "metrics", "defenses", "data")
 
 
 def _reckoned_with(cls: type[Any]) -> list[str]:
@@ -166,3 +184,7 @@ def _described(kind: str, cls: type[Any]) -> dict[str, Any]:
 
 def _first_line(cls: type[Any]) -> str:
     return (inspect.getdoc(cls) or "").split("\n")[0]
+
+
+if __name__ == "__main__":
+    print(json.dumps(shipped(), ensure_ascii=False, indent=1))

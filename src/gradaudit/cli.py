@@ -1,7 +1,10 @@
 """The command line, thin: reads arguments, calls the program, turns errors into one sentence and an exit code.
 
-One file because it is the list of all commands, each of which is a few lines.
+One file because it is the list of all commands, each of which is a few lines. What a command calls is imported in it:
+torch takes seconds, and help, completion and lists do without.
 """
+
+from __future__ import annotations
 
 import json
 import sys
@@ -10,79 +13,61 @@ from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import entry_points
+from importlib.resources import files
+from inspect import unwrap
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO, get_type_hints
 
 import click
-import torch
 import typer
+import typer.core
 from rich.console import Console
 from rich.markup import escape
 
 from gradaudit import __version__
-from gradaudit.accounting.check import check as check_claim
-from gradaudit.accounting.claim import load_claims
-from gradaudit.audit import run as audit
-from gradaudit.audit.estimate import estimate
-from gradaudit.audit.fitting import fit_case
-from gradaudit.audit.info import RECORDS, TEXTS, usual_folder
-from gradaudit.audit.prepare import pick_device, prepare
-from gradaudit.audit.thresholds import check_scores, parse
-from gradaudit.bundles.between import bundle as bundle_between
-from gradaudit.bundles.bundle import read_manifest
-from gradaudit.bundles.checkpoints import refuse_checkpoints
-from gradaudit.bundles.examine import Examination, examine
-from gradaudit.bundles.facts import facts, remarks
-from gradaudit.bundles.gate import USUAL
-from gradaudit.bundles.gate import gate as run_gate
-from gradaudit.bundles.mechanism import claim_of
-from gradaudit.bundles.rounds import examine_rounds, save_rounds
-from gradaudit.case import load_case
-from gradaudit.catalog import EXAMPLE, details, listing, starter
-from gradaudit.data.png import room_for_pictures
-from gradaudit.demo import IMAGE_COUNT, run_demo
 from gradaudit.errors import AuditError, BadInputError, BrokenDownError, ExitCode, NotSupportedError
-from gradaudit.files import read_lines, write_page
-from gradaudit.leakage.matching.compiled import compiling
-from gradaudit.machine import ready_process
-from gradaudit.metrics.summary import summarize
-from gradaudit.models.spec import kind_of
+from gradaudit.machine import choose_threads, ready_process
 from gradaudit.progress import step
-from gradaudit.record import Record, Summary, Texts
-from gradaudit.report.frontier_page import write_frontiers
-from gradaudit.report.render import render
-from gradaudit.report.terminal import (
-    compared,
-    harmless,
-    legend,
-    print_examination,
-    print_findings,
-    print_rounds,
-    progress_bars,
-    summary_tables,
-    sweep_table,
-)
-from gradaudit.scores import SCORES
-from gradaudit.sweeps.cluster import run_on_cluster
-from gradaudit.sweeps.frontier import frontiers
-from gradaudit.sweeps.shards import Shard, is_sharded, merge, run_shard, shard_groups
-from gradaudit.sweeps.sweep import TABLE, Result, load_sweep, run_sweep, write_table
-from gradaudit.verdict.run import verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from gradaudit.bundles.examine import Examination
+    from gradaudit.record import Record, Summary
+    from gradaudit.sweeps.sweep import Result
 
 app = typer.Typer(
     help="How much private text, and how well images, can be read back from the updates a model training sends?",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 done; 1 a threshold is crossed or a claim does not hold; 2 bad input; 3 inconclusive; 4 broken.",
+    epilog="Exit codes: 0 done; 1 threshold crossed, or a claim does not hold; 2 bad input; 3 inconclusive; 4 broken.",
 )
+
+
+class _WithHelp(typer.core.TyperCommand):
+    """A command that shows what its arguments are: from click 8.4 on, typer loses their help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.callback is None:
+            return
+        hints = get_type_hints(unwrap(self.callback), include_extras=True)
+        for param in self.params:
+            if isinstance(param, typer.core.TyperArgument) and param.name in hints:
+                (told,) = hints[param.name].__metadata__
+                param.help = told.help
+
+
+_command = partial(app.command, cls=_WithHelp)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 _INTERRUPTED = 130
 """What typer returns after Ctrl-C in a command."""
 
 
-def _set(help_: str | None = None) -> Any:
+def _set(help_: str) -> Any:
     return typer.Option("--set", metavar="KEY=VALUE", help=help_)
 
 
@@ -100,7 +85,7 @@ ShowText = Annotated[
 ]
 
 
-@app.command()
+@_command()
 def demo(
     folder: Annotated[Path, typer.Option("--out", help="Folder for the report, records and the update.")] = Path(
         "gradaudit-demo"
@@ -111,6 +96,13 @@ def demo(
     ] = False,
 ) -> None:
     """Audit a real model's update on embedded sentences and show what leaks (two minutes)."""
+    from gradaudit.audit.info import RECORDS
+    from gradaudit.demo import IMAGE_COUNT, run_demo
+    from gradaudit.metrics.summary import summarize
+    from gradaudit.report.render import render
+    from gradaudit.report.terminal import progress_bars, summary_tables
+    from gradaudit.verdict.run import verdict
+
     place = _ready(device)
     if vision:
         err.print(
@@ -139,6 +131,11 @@ def demo(
 
 def _print_best(records: Sequence[Record], folder: Path) -> None:
     """Print the three sentences that were read best."""
+    from gradaudit.audit.info import TEXTS
+    from gradaudit.files import read_lines
+    from gradaudit.record import Texts
+    from gradaudit.report.terminal import compared, legend
+
     # the practical setting comes last: among equals it is the one to show
     best = max(reversed(records), key=lambda r: r.scores["rougeL"] or 0.0)
     whose = (best.case, best.attack)
@@ -153,7 +150,7 @@ def _print_best(records: Sequence[Record], folder: Path) -> None:
     out.print(legend())
 
 
-@app.command()
+@_command()
 def init(
     data: Annotated[Path, typer.Option(metavar="FILE", help="csv, tsv, jsonl, parquet or txt with the private text.")],
     text: Annotated[
@@ -165,6 +162,9 @@ def init(
     case_file: Annotated[Path, typer.Option("--out", metavar="CASE.toml", help="File to write.")] = Path("case.toml"),
 ) -> None:
     """Write a commented case that audits a client who trains on your file."""
+    from gradaudit.catalog import starter
+    from gradaudit.files import write_page
+
     written = starter(data, text, label, case_file.parent)
     if case_file.exists():
         raise BadInputError(f"{case_file} is already there; remove it or choose another --out")
@@ -173,7 +173,7 @@ def init(
     out.print(f"wrote {shown}\ngradaudit check {shown}\ngradaudit run {shown}", soft_wrap=True)
 
 
-@app.command()
+@_command()
 def run(
     case_file: CaseFile,
     folder: Annotated[
@@ -187,6 +187,19 @@ def run(
     fail_on: Annotated[list[str], typer.Option(metavar="SCORE>VALUE", help="Exit 1 when a mean score crosses.")] = [],  # noqa: B006
 ) -> None:
     """Run a case: attack every batch, judge it, write records and a report. Run again to go on after a stop."""
+    from gradaudit.audit import run as audit
+    from gradaudit.audit.info import usual_folder
+    from gradaudit.audit.prepare import prepare
+    from gradaudit.audit.thresholds import check_scores, parse
+    from gradaudit.case import load_case
+    from gradaudit.leakage.matching.compiled import compiling
+    from gradaudit.metrics.summary import summarize
+    from gradaudit.models.spec import kind_of
+    from gradaudit.report.render import render
+    from gradaudit.report.terminal import progress_bars, summary_tables
+    from gradaudit.scores import SCORES
+    from gradaudit.verdict.run import verdict
+
     limits = parse(fail_on)
     case = load_case(case_file, set_)
     check_scores(limits, SCORES[kind_of(case.task)], ["lpips"] if case.metrics.lpips is not None else [])
@@ -228,7 +241,7 @@ def run(
         raise _inconclusive(f"{', '.join(blind)} cannot be judged: no batch here has that score; choose another")
 
 
-@app.command()
+@_command()
 def attack(
     bundles: Annotated[
         list[Path], typer.Argument(metavar="BUNDLE...", help="Folders made by gradaudit.capture, of one client.")
@@ -252,6 +265,13 @@ def attack(
     as_json: Json = False,
 ) -> None:
     """Attack update bundles that you are entitled to examine; no truth is needed."""
+    from gradaudit.bundles.checkpoints import refuse_checkpoints
+    from gradaudit.bundles.examine import Examination, examine
+    from gradaudit.bundles.rounds import examine_rounds, save_rounds
+    from gradaudit.data.png import room_for_pictures
+    from gradaudit.leakage.matching.compiled import compiling
+    from gradaudit.report.terminal import print_examination, print_rounds, progress_bars
+
     place = _ready(device)
     refuse_checkpoints(bundles)
     if budget is not None:
@@ -284,11 +304,12 @@ def attack(
         raise _inconclusive("nothing was recovered, which is no sign of safety; try another attack")
 
 
-@app.command()
+@_command()
 def gate(
     folder: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The update that is to be sent.")],
     fail_on: Annotated[
-        list[str], typer.Option(metavar="COUNT>VALUE", help="What closes the gate.", show_default=" ".join(USUAL))
+        list[str],
+        typer.Option(metavar="COUNT>VALUE", help="What closes the gate.", show_default="proven>0 certain_words>0"),
     ] = [],  # noqa: B006
     within: Annotated[float, typer.Option(metavar="SECONDS", help="Time for all of it.")] = 60.0,
     name: Annotated[
@@ -299,6 +320,9 @@ def gate(
     as_json: Json = False,
 ) -> None:
     """Check an update before it is sent: attack it within a time, and exit 1 where too much was read."""
+    from gradaudit.bundles.gate import USUAL
+    from gradaudit.bundles.gate import gate as run_gate
+
     found = run_gate(folder, fail_on or USUAL, within, name, set_, device)
     if as_json:
         _print_json(found.as_json())
@@ -310,7 +334,7 @@ def gate(
         raise typer.Exit(ExitCode.THRESHOLD_CROSSED)
 
 
-@app.command()
+@_command()
 def bundle(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the bundle that is written.")],
     before: Annotated[
@@ -336,6 +360,9 @@ def bundle(
     ] = [],  # noqa: B006
 ) -> None:
     """Make a bundle of two checkpoints, what one client started from and what it sent."""
+    from gradaudit.bundles.between import bundle as bundle_between
+    from gradaudit.bundles.facts import facts, remarks
+
     ready_process()
     told = facts(dropout, optimizer, learning_rate, set_, defense)
     place = bundle_between(before, after, out=folder, base=base, tokenizer=tokenizer, sentences=sentences, **told)
@@ -344,7 +371,7 @@ def bundle(
     out.print(f"gradaudit attack {escape(str(place))}", soft_wrap=True)
 
 
-@app.command()
+@_command()
 def fit(
     case_file: CaseFile,
     folder: Annotated[Path, typer.Option("--out", help="Folder that becomes what was learned.")],
@@ -353,6 +380,11 @@ def fit(
     as_json: Json = False,
 ) -> None:
     r"""Fit the attack of a case to its client, on \[public] text alone. Run again to go on after a stop."""
+    from gradaudit.audit.fitting import fit_case
+    from gradaudit.audit.prepare import prepare
+    from gradaudit.case import load_case
+    from gradaudit.report.terminal import progress_bars
+
     case = load_case(case_file, set_)
     place = _ready(device)
     with _going_on(lambda: f"what was learned so far is kept in {folder}"), progress_bars(err, quiet=as_json):
@@ -367,7 +399,7 @@ def fit(
     out.print(escape(f"inverter  {folder}   (in a case: {use}; of a bundle: --set inverter={folder})"))
 
 
-@app.command()
+@_command()
 def report(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="A folder written by 'gradaudit run', or by shards of a sweep.")
@@ -375,6 +407,10 @@ def report(
     show_text: ShowText = False,
 ) -> None:
     """Write a run's report.html anew, with or without the private text; of a sweep's shards the table of all."""
+    from gradaudit.report.render import render
+    from gradaudit.sweeps.shards import is_sharded, merge
+    from gradaudit.sweeps.sweep import TABLE, write_table
+
     if is_sharded(folder):
         found = merge(folder)
         write_table(folder / TABLE, found.results)
@@ -385,13 +421,17 @@ def report(
     out.print(str(render(folder, show_text=show_text)), soft_wrap=True)
 
 
-@app.command("list")
+@_command("list")
 def list_(
     kind: Annotated[str, typer.Argument(metavar="attacks|models|metrics|defenses|data", help="What to list.")],
     as_json: Json = False,
 ) -> None:
     """List what there is to choose from."""
-    items = listing(kind)
+    items = _shipped("listing", kind)
+    if items is None:
+        from gradaudit.catalog import listing
+
+        items = listing(kind)
     if as_json:
         _print_json(items)
         return
@@ -400,19 +440,23 @@ def list_(
         out.print(f"[bold]{escape(item['name']):<{width}}[/bold]  {escape(item['about'])}")
 
 
-@app.command()
+@_command()
 def show(
     kind: Annotated[str, typer.Argument(metavar="attack|defense|model|metric|data|case", help="Kind.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="As 'gradaudit list' prints it; of a case: example.")],
     as_json: Json = False,
 ) -> None:
     """Show one attack, defense, model or metric: fields, defaults, sources; 'show case example' prints a case."""
+    if kind == "case" and name != "example":
+        raise BadInputError("there is one case to show: 'gradaudit show case example'")
+    found = _shipped("details", kind, name)
+    if found is None:
+        from gradaudit.catalog import details
+
+        found = details(kind, name)
     if kind == "case":
-        if name != "example":
-            raise BadInputError("there is one case to show: 'gradaudit show case example'")
-        _stdout().write(EXAMPLE)
+        _stdout().write(found["about"])
         return
-    found = details(kind, name)
     if as_json:
         _print_json(found)
         return
@@ -429,14 +473,18 @@ def show(
         )
 
 
-@app.command()
+@_command()
 def check(
     case_file: CaseFile,
-    set_: Annotated[list[str], _set()] = [],  # noqa: B006
+    set_: Annotated[list[str], _set("Override, e.g. attack.steps=100.")] = [],  # noqa: B006
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Validate a case and estimate its time and memory; --json prints it with every default."""
+    from gradaudit.audit.estimate import estimate
+    from gradaudit.audit.prepare import prepare
+    from gradaudit.case import load_case
+
     case = load_case(case_file, set_)
     ready = prepare(case, case_file.resolve().parent, _ready(device))
     cost = estimate(ready)
@@ -455,7 +503,7 @@ def check(
         out.print(f"before them: {cost.learning:.0f} s to simulate public updates; learning from them takes more")
 
 
-@app.command()
+@_command()
 def sweep(
     sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help=r"A case with an \[axes] table.")],
     folder: Annotated[
@@ -476,6 +524,12 @@ def sweep(
     show_text: ShowText = False,
 ) -> None:
     r"""Run a case along the axes of its \[axes] table. Run again to go on after a stop."""
+    from gradaudit.leakage.matching.compiled import compiling
+    from gradaudit.report.terminal import progress_bars
+    from gradaudit.sweeps.cluster import run_on_cluster
+    from gradaudit.sweeps.shards import Shard, run_shard, shard_groups
+    from gradaudit.sweeps.sweep import load_sweep, run_sweep
+
     asked = load_sweep(sweep_file, set_)
     part = None if shard is None else Shard.parse(shard)
     if ray is not None and (part is not None or jobs > 1):
@@ -523,6 +577,11 @@ def _end_sweep(
     results: Sequence[Result], folder: Path, costs: bool, title: str, show_text: bool, as_json: bool = False
 ) -> None:
     """Print a sweep's table, and write and name its frontier."""
+    from gradaudit.report.frontier_page import write_frontiers
+    from gradaudit.report.terminal import sweep_table
+    from gradaudit.sweeps.frontier import frontiers
+    from gradaudit.sweeps.sweep import TABLE
+
     if not as_json:
         out.print(sweep_table(results))
         _print_problems("not run", (r.failed for r in results))
@@ -538,13 +597,19 @@ def _end_sweep(
         raise _inconclusive("no point could be run, see above; a failed attack is no sign of safety")
 
 
-@app.command()
+@_command()
 def claims(
     claims_file: Annotated[Path, typer.Argument(metavar="CLAIMS.toml", help="Or a bundle that names its mechanism.")],
     set_: Annotated[list[str], _set("Of a bundle: what its optimizer does not know, e.g. examples=8551.")] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Say which epsilon a declared privacy mechanism really supports, and for whose data (no attack is run)."""
+    from gradaudit.accounting.check import check as check_claim
+    from gradaudit.accounting.claim import load_claims
+    from gradaudit.bundles.bundle import read_manifest
+    from gradaudit.bundles.mechanism import claim_of
+    from gradaudit.report.terminal import print_findings
+
     if claims_file.is_dir():
         asked = [claim_of(claims_file, read_manifest(claims_file).mechanism, set_)]
     elif set_:
@@ -563,14 +628,35 @@ def claims(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that compute.", show_default="one a physical core")
+    ] = None,
+) -> None:
+    choose_threads(threads)
     if version:
         out.print(f"gradaudit {__version__}")
         raise typer.Exit()
 
 
+def _shipped(*path: str) -> Any:
+    """Return what the file that is shipped holds of the catalog; None where the catalog itself has to be asked.
+
+    The file saves importing torch. It knows no plugins, and where torch is there nothing is saved.
+    """
+    if "torch" in sys.modules or entry_points(group="gradaudit.plugins"):
+        return None
+    held: Any = json.loads(files("gradaudit").joinpath("data/catalog.json").read_text(encoding="utf8"))
+    for part in path:
+        held = held.get(part) if isinstance(held, dict) else None
+    return held
+
+
 def _ready(device: str) -> torch.device:
     """Set the process up and return the device that a command was asked to take."""
+    from gradaudit.audit.prepare import pick_device
+
     ready_process()
     return pick_device(device)
 
@@ -650,6 +736,8 @@ def _json_alone() -> Iterator[None]:
 
 def plain(text: str) -> str:
     """Return text as a console shows it: neither markup nor control characters, whoever wrote the file it is from."""
+    from gradaudit.report.terminal import harmless
+
     return escape(harmless(text))
 
 

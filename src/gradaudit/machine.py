@@ -1,6 +1,7 @@
 """What the program asks of its machine, once, before it computes anything."""
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,19 @@ def _rounding() -> float:
         for made in (x @ w.T, x @ w.T.contiguous(), torch.addmm(w[:, 0], x, w.T) - w[:, 0], both[1]):
             worst = max(worst, float((made.double() - exact).abs().max() / exact.abs().max()))
     return worst
+
+
+def choose_threads(threads: int | None) -> None:
+    """Choose how many threads compute, in this process and those it starts.
+
+    Args:
+        threads: None leaves torch's own choice, one a physical core.
+    """
+    if threads is None:
+        return
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    if "torch" in sys.modules:  # too late for the environment
+        sys.modules["torch"].set_num_threads(threads)
 
 
 def ready_process() -> None:

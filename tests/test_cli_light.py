@@ -1,0 +1,87 @@
+"""What the command line answers without torch, and what its help says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+import torch
+import typer.main
+
+from gradaudit import catalog, cli, machine
+from gradaudit.cli import app
+
+_RUN = """
+import sys
+from gradaudit.cli import main
+sys.argv = ["gradaudit", *{words!r}]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+
+
+def light(*words: str) -> str:
+    done = subprocess.run([sys.executable, "-c", _RUN.format(words=words)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_lists_and_details_need_no_torch_and_say_what_the_catalog_says():
+    assert json.loads(light("list", "attacks", "--json")) == catalog.listing("attacks")
+    assert json.loads(light("show", "attack", "tag", "--json")) == json.loads(
+        json.dumps(catalog.details("attack", "tag"))
+    )
+    assert light("show", "case", "example") == catalog.EXAMPLE
+    light("run", "--help")
+
+
+def test_the_shipped_catalog_is_the_catalog():
+    held = json.loads(files("gradaudit").joinpath("data/catalog.json").read_text(encoding="utf8"))
+    made = json.loads(json.dumps(catalog.shipped()))
+    assert held == made, "run: python -m gradaudit.catalog > src/gradaudit/data/catalog.json"
+
+
+def test_help_says_what_every_argument_is():
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        for param in command.params:
+            assert param.help, f"{name} {param.name}"
+
+
+def test_the_shell_can_complete(monkeypatch):
+    told = os.environ | {"_GRADAUDIT_COMPLETE": "complete_bash", "COMP_WORDS": "gradaudit sw", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "from gradaudit.cli import app; app(prog_name='gradaudit')"]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "sweep"
+
+
+def test_a_bug_is_told_from_an_inconclusive_run(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gradaudit.case.load_case", broken)
+    monkeypatch.setattr(sys, "argv", ["gradaudit", "run", "case.toml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, "this is a bug" in capsys.readouterr().err) == (4, True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_are_chosen(monkeypatch, threads: int):
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "7")
+    try:
+        machine.choose_threads(None)
+        assert torch.get_num_threads() == before
+        machine.choose_threads(threads)
+        assert torch.get_num_threads() == threads
+        assert os.environ["OMP_NUM_THREADS"] == str(threads)
+    finally:
+        torch.set_num_threads(before)
