@@ -11,9 +11,7 @@ from made_reports import Markup, make_info, make_marks, make_record, make_run, m
 
 def steps(records) -> list[str]:
     summaries = make_summaries(records)
-    rows = sections.result_rows(summaries, records, sections.pair_order(make_info(), summaries, records))
-    flags = sections.raised_flags(summaries, records)
-    return advice.next_steps(verdicts(summaries, records), rows, flags, records)
+    return advice.next_steps(verdicts(summaries, records), summaries, records)
 
 
 def test_the_setting_that_gave_the_least_is_named_where_it_does_not_leak_by_itself() -> None:
@@ -64,6 +62,16 @@ def test_of_attacks_that_read_as_much_the_one_that_proves_it_is_named() -> None:
     assert sections.pair_order(make_info(), summaries, records)[0][1] == "prover"
 
 
+def test_of_settings_that_leak_as_much_the_one_with_proofs_is_the_verdict() -> None:
+    exact = {"sentences": (make_marks(exact=True),) * 2, "scores": dict.fromkeys(make_record().scores, 100.0)}
+    first = make_record(setting="first", **exact)
+    records = [first, make_record(setting="second", certificates={"proven": 2}, **exact)]
+    judged = verdicts(make_summaries(records), records)
+    assert judged.worst == "second"
+    assert "in the setting “second”" in judged.overall.sentence
+    assert "The same holds for “first”" in judged.overall.sentence
+
+
 def test_the_attack_that_read_it_is_named_where_several_were_tried() -> None:
     exact = {"sentences": (make_marks(exact=True),), "scores": dict.fromkeys(make_record().scores, 100.0)}
     records = [make_record(attack="auto", details={"read_by": "dager"}, batch_size=1, **exact)]
@@ -78,7 +86,7 @@ def test_who_sees_the_update_before_noise_is_said() -> None:
 
 
 def test_pages_of_two_cases_have_titles_of_their_own() -> None:
-    named = page(info=make_info(case_data={"name": "Ward 7"}))
+    named = page(info=make_info(case_data={"name": "Ward 7"}, settings={}))
     assert "<title>Leaks: Ward 7, minilm, 21 November 2025" in named
     assert named.count("(random weights)") == 0
     title = {"title": "gpt2 (random weights)", "random_weights": True}

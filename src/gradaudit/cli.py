@@ -101,7 +101,6 @@ def demo(
     from gradaudit.metrics.summary import summarize
     from gradaudit.report.render import render
     from gradaudit.report.terminal import progress_bars, summary_tables
-    from gradaudit.verdict.run import verdict
 
     place = _ready(device)
     if vision:
@@ -122,11 +121,23 @@ def demo(
     summaries = summarize(records)
     for table in summary_tables(summaries):
         out.print(table)
-    out.print(f"\n[bold]Verdict:[/bold] {escape(verdict(summaries, records).sentence)}\n")
+    _print_verdict(summaries, records)
     if vision:
         out.print(f"report   {page}  (the digits side by side)\nrecords  {folder / RECORDS}", soft_wrap=True)
     else:
         out.print(f"report   {page}\nrecords  {folder / RECORDS}\nupdate   {folder / 'update'}")
+
+
+def _print_verdict(summaries: Sequence[Summary], records: Sequence[Record]) -> None:
+    """Print what a run found and the two weightiest things to do next."""
+    from gradaudit.report.advice import next_steps
+    from gradaudit.verdict.run import verdicts
+
+    judged = verdicts(summaries, records)
+    out.print(f"\n[bold]Verdict:[/bold] {escape(judged.overall.sentence)}\n\n[bold]Next:[/bold]")
+    for told in next_steps(judged, summaries, records)[:2]:
+        out.print(f"- {escape(told)}")
+    out.print()
 
 
 def _print_best(records: Sequence[Record], folder: Path) -> None:
@@ -198,7 +209,6 @@ def run(
     from gradaudit.report.render import render
     from gradaudit.report.terminal import progress_bars, summary_tables
     from gradaudit.scores import SCORES
-    from gradaudit.verdict.run import verdict
 
     limits = parse(fail_on)
     case = load_case(case_file, set_)
@@ -225,8 +235,8 @@ def run(
         for table in summary_tables([summary]):
             out.print(table)
         out.print(f"{escape(ready.model.spec.title)}, {escape(ready.rows.where)}")
-        told = verdict([summary], records).sentence
-        out.print(f"\n[bold]Verdict:[/bold] {escape(told)}\n\nreport   {page}")
+        _print_verdict([summary], records)
+        out.print(f"report   {page}")
         out.print(f"proven   {sum(r.proven for r in records)} of {sum(len(r.sentences) for r in records)} sentences")
         out.print(f"flags    {escape(', '.join(summary.flags) or 'none')}  (docs/flags.md)")
         _print_problems("failed", (r.error for r in records))

@@ -17,7 +17,7 @@ from gradaudit.catalog import starter
 from gradaudit.errors import BadInputError
 from gradaudit.files import read_lines
 from gradaudit.metrics.summary import summarize
-from gradaudit.record import Record, Texts
+from gradaudit.record import Record, Texts, readers
 from gradaudit.verdict.run import verdict
 
 
@@ -59,7 +59,7 @@ def run(
     records = list(run_prepared(prepare(asked, base, pick_device(device)), folder))
     private = {one.batch: one for one in read_lines(folder / TEXTS, Texts)}
     return Outcome(
-        attack=records[0].attack,
+        attack=readers(records),
         verdict=verdict(summarize(records), records).sentence,
         notes=tuple(sorted({record.error for record in records if record.error})),
         folder=folder,

@@ -1,9 +1,11 @@
 """What `gradaudit.run` and `gradaudit.attack` return."""
 
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from gradaudit.api.plotting import plot_rows
 from gradaudit.errors import BadInputError
 from gradaudit.report.render import render
 
@@ -47,6 +49,17 @@ class Outcome:
             raise BadInputError("to_frame needs pandas, of the extra data: pip install 'gradaudit[data]'") from error
         return pandas.DataFrame(self.rows())
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw how well each sentence was read, without its text, and return matplotlib's axes.
+
+        Args:
+            axes: where to draw; a new figure when None.
+
+        Raises:
+            BadInputError: matplotlib is not installed.
+        """
+        return plot_rows(self.table, self.attack, axes)
+
     def report(self, path: str | Path, show_text: bool = False) -> Path:
         """Write the run's report to a file and return its path.
 
@@ -60,6 +73,13 @@ class Outcome:
         if self.folder is None:
             raise BadInputError("an update without its truth has no report; gradaudit.run makes one")
         return render(self.folder, show_text, Path(path))
+
+    def _repr_html_(self) -> str:
+        """Return the verdict as a card, which notebooks show; no private text."""
+        return (
+            '<div style="border:1px solid currentColor;border-radius:8px;padding:.7em 1em;max-width:48em">'
+            f"<strong>{escape(self.attack)}</strong><br>{escape(self.verdict)}</div>"
+        )
 
     def __repr__(self) -> str:
         return f"{self.attack}: {self.verdict}"

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from gradaudit.record import Record
-from gradaudit.report.sections import Counted, ResultRow
+from gradaudit.record import Record, Summary, readers
+from gradaudit.report.sections import strength
+from gradaudit.report.wording import number_of
 from gradaudit.scores import scores_of
 from gradaudit.verdict.level import BLIND
 from gradaudit.verdict.run import Verdicts
@@ -59,45 +60,38 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 """Kinds of attack, whether this audit did them, and where else to look."""
 
 
-def next_steps(
-    judged: Verdicts, rows: Mapping[str, Sequence[ResultRow]], flags: Sequence[Counted], records: Sequence[Record]
-) -> list[str]:
+def next_steps(judged: Verdicts, summaries: Sequence[Summary], records: Sequence[Record]) -> list[str]:
     """Return what to do next, the weightiest first.
 
     Args:
         judged: the run's verdicts.
-        rows: of the table of results, by setting.
-        flags: that were raised.
+        summaries: one a (setting, attack).
         records: of the run.
     """
     steps = list(_BY_LEVEL[judged.overall.level])
-    if (least := _least(judged, rows, records)) is not None:
+    if (least := _least(judged, summaries, records)) is not None:
         steps.insert(1, least)
-    raised = {flag.text for flag in flags}
+    raised = {flag for one in summaries for flag in one.flags} | {flag for one in records for flag in one.flags}
     return [*steps, *(step for name, step in _BY_FLAG.items() if name in raised), REPEAT]
 
 
-def _least(judged: Verdicts, rows: Mapping[str, Sequence[ResultRow]], records: Sequence[Record]) -> str | None:
+def _least(judged: Verdicts, summaries: Sequence[Summary], records: Sequence[Record]) -> str | None:
     """Return which of several measured settings gave the least away, by its own strongest attack; None for one."""
-    best: dict[str, tuple[float, float, ResultRow]] = {}
-    kind = scores_of(name for record in records for name in record.scores)
-    for setting, found in rows.items():
-        for row in found:
-            mean = None if row.main.interval is None else row.main.interval.mean
-            if mean is not None and not row.is_blind:
-                own = (kind.strength(mean), mean, row)
-                best[setting] = max(best.get(setting, own), own, key=lambda item: item[0])
+    best: dict[str, Summary] = {}
+    for one in summaries:
+        if one.attack != BLIND and strength(one) >= strength(best.get(one.setting, one)):
+            best[one.setting] = one
     if judged.overall.level not in ("leaks", "partly") or len(best) < 2:
         return None
-    setting, (_, mean, row) = min(best.items(), key=lambda item: item[1][0])
-    if judged.settings[setting].level == "leaks":
+    least = min(best.values(), key=strength)
+    if judged.settings[least.setting].level == "leaks":
         return f"None of the {len(best)} settings measured here is enough: each leaks by itself."
-    digits, against = row.main.digits, ""
-    if row.main.blind is not None:
-        against = f", blind guessing {row.main.blind:.{digits}f}"
+    kind = scores_of(least.scores)
+    mean, blind = (number_of(found[kind.main].mean, kind[kind.main].digits) for found in (least.scores, least.baseline))
+    own = [r for r in records if (r.setting, r.attack) == (least.setting, least.attack)]
     return (
-        f"Of the settings measured here, “{setting}” gave the least: {kind[kind.main].title} {mean:.{digits}f} by "
-        f"“{row.attack}”{against}. What it costs is not in this report."
+        f"Of the settings measured here, “{least.setting}” gave the least: {kind[kind.main].title} {mean} by "
+        f"“{readers(own) if own else least.attack}”, blind guessing {blind}. What it costs is not in this report."
     )
 
 

@@ -148,7 +148,7 @@ def _page(
             grids=grids,
             has_pictures=bool(pictures),
             cautions=_cautions(info, records, flags, judged),
-            steps=advice.next_steps(judged, every_row, flags, records),
+            steps=advice.next_steps(judged, summaries, records),
             kinds=advice.KINDS,
             who_sees=advice.who_sees(records),
             name=_name(info),
@@ -231,7 +231,8 @@ def _first_rows(
 
 def _name(info: RunInfo) -> str:
     """Return what the case is called: by its owner, or by its data."""
-    return str(info.case_data.get("name") or info.data.get("where") or "data not recorded")
+    own = info.case_data.get("name") if len(info.settings) < 2 else None  # a setting's name where there are several
+    return str(own or info.data.get("where") or "data not recorded")
 
 
 def _cautions(
@@ -264,7 +265,9 @@ def _cautions(
 
 def _worst(pairs: Sequence[SentencePairs], judged: Verdicts) -> SentencePairs | None:
     """Return the sentences to unfold: those of the strongest attack in the worst setting."""
-    ranked = sorted(judged.settings, key=lambda name: WORST_FIRST.index(judged.settings[name].level))
+    ranked = sorted(
+        judged.settings, key=lambda name: (name != judged.worst, WORST_FIRST.index(judged.settings[name].level))
+    )
     return next((pair for name in ranked for pair in pairs if pair.setting == name), None)
 
 

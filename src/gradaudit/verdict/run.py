@@ -1,5 +1,6 @@
 """The verdict: one plain sentence for a privacy officer, and the rule that produced it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,10 +34,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The verdict of each setting, in the order in which settings were met, and the worst of them."""
+    """The verdict of each setting, in the order in which settings were met, and the worst of them.
+
+    Args:
+        overall: of the run.
+        settings: by name.
+        worst: the setting that the overall verdict is of; None for a run without any.
+    """
 
     overall: Verdict
     settings: Mapping[str, Verdict]
+    worst: str | None = None
 
 
 def verdict(summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict:
@@ -66,8 +74,12 @@ def verdicts(summaries: Sequence[Summary], records: Sequence[Record]) -> Verdict
             "inconclusive", "Nothing could be judged: the run holds no batch.", RULES["text"].words["inconclusive"]
         )
         return Verdicts(nothing, {})
-    worst = min(by_setting.values(), key=lambda found: WORST_FIRST.index(found.level))
-    return Verdicts(_whole_run(worst, by_setting), by_setting)
+    proven = Counter[str]()
+    for record in records:
+        proven[record.setting] = max(proven[record.setting], record.proven)
+    # of equals the one where most is proven
+    worst = min(by_setting, key=lambda name: (WORST_FIRST.index(by_setting[name].level), -proven[name]))
+    return Verdicts(_whole_run(by_setting[worst], by_setting), by_setting, worst)
 
 
 def _whole_run(worst: Verdict, by_setting: Mapping[str, Verdict]) -> Verdict:
