@@ -201,6 +201,29 @@ def test_the_overview_of_attacks_has_all_of_them():
         assert f"| [{item['name']}](#{item['name']}) |" in table, item["name"]
 
 
+# the site
+
+
+def test_every_page_is_in_the_contents_of_the_site():
+    listed = [line for body in blocks_of("toctree") for line in body.splitlines() if line and not line.startswith(":")]
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "docs").glob("*.md") if path.stem != "index")
+
+
+def test_the_generator_of_the_site_is_pinned_exactly():
+    needed = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]["docs"]
+    assert needed
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+", one) for one in needed)
+
+
+def blocks_of(directive: str) -> list[str]:
+    return re.findall(rf"^```\{{{directive}\}}\n(.*?)^```$", page("docs/index.md"), re.MULTILINE | re.DOTALL)
+
+
+def test_style_has_twenty_sentences_before_and_after():
+    rows = [line for line in page("docs/style.md").splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 20
+
+
 # the command line
 
 ROOT_COMMAND = typer.main.get_command(app)
