@@ -59,6 +59,21 @@ class Broken(Attack):
         raise ZeroDivisionError
 
 
+class PanicException(BaseException):
+    """As tokenizers raises it out of Rust."""
+
+
+@dataclass(frozen=True)
+class Panicking(Attack):
+    """Breaks down in a library."""
+
+    name: ClassVar[str] = "panicking"
+    source: ClassVar[str] = "tests"
+
+    def run(self, seen, rng):
+        raise PanicException
+
+
 @dataclass(frozen=True)
 class Knowing(Attack):
     """Wants to be told more than it is."""
@@ -86,7 +101,9 @@ def suite(monkeypatch):
     """Put other attacks in the suite's place, and return what makes `auto` of them."""
 
     def put(*attacks: type[Attack[Any]], **fields: Any) -> Auto:
-        monkeypatch.setattr(auto, "SUITE", {cls.name: cls for cls in (Drawn, Broken, Knowing, Dear, Endless)})
+        monkeypatch.setattr(
+            auto, "SUITE", {cls.name: cls for cls in (Drawn, Broken, Panicking, Knowing, Dear, Endless)}
+        )
         return Auto(suite=tuple(cls.name for cls in attacks), **fields)
 
     return put
@@ -126,8 +143,9 @@ def test_time_ends_what_runs_and_loses_nothing_that_was_read(load, suite):
 
 
 def test_what_is_not_run_or_breaks_down_is_named_with_its_reason(load, suite):
-    found = suite(Drawn, Broken, Knowing)(update(load), stream(0, "attack"))
+    found = suite(Drawn, Broken, Panicking, Knowing)(update(load), stream(0, "attack"))
     assert "broken (broke down: ZeroDivisionError)" in notes(found)
+    assert "panicking (broke down: PanicException)" in notes(found)
     assert "knowing (must be given labels)" in notes(found)
 
 

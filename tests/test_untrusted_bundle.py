@@ -203,7 +203,7 @@ def test_a_library_that_panics_never_ends_as_a_crossed_threshold(made: Path, mon
         with pytest.raises(BadInputError, match="PanicException: index out of bounds"):
             bundle.load_bundle(made)
     monkeypatch.setattr(known("attack")["dager"], "run", lambda self, seen, rng: panic(self, ""))
-    code, _, err = gradaudit("attack", made)
+    code, _, err = gradaudit("attack", made, "--attack", "dager")
     assert code == 2
     assert "a library broke down" in err
 
@@ -214,8 +214,8 @@ def test_an_attack_that_breaks_down_says_nothing_of_safety(made: Path, monkeypat
 
     monkeypatch.setattr(known("attack")["dager"], "run", broken)
     with pytest.raises(BrokenDownError, match=r"'dager' broke down \(IndexError: 17 of 4\)"):
-        examine(made, None, (), "all", None, 0, torch.device("cpu"))
-    code, _, err = gradaudit("attack", made)
+        examine(made, "dager", (), "all", None, 0, torch.device("cpu"))
+    code, _, err = gradaudit("attack", made, "--attack", "dager")
     assert code == 3
     assert "no sign of safety" in err
 

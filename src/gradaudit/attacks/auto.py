@@ -134,7 +134,9 @@ class Auto(Attack[Model]):
                 continue
             except (ModelChangedError, MemoryError):
                 raise
-            except Exception as error:  # one that breaks down takes nothing from the others
+            except BaseException as error:  # one that breaks down takes nothing from the others
+                if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's
+                    raise
                 broken += 1
                 said.append(f"{attack.name} (broke down: {type(error).__name__})")
                 continue
