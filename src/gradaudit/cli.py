@@ -7,6 +7,7 @@ torch takes seconds, and help, completion and lists do without.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -502,12 +503,14 @@ def check(
         _print_json({"case": case.resolved(), "hash": case.content_hash(), "estimate": asdict(cost)})
         return
     out.print(f"hash {case.content_hash()}; model {ready.model.spec.title}; data {ready.rows.where}")
+    bound = "at most " if math.isfinite(ready.attack.seconds_at_most) else ""
     first = f"{ready.case.data.batch_size} images"
     if cost.tokens is not None:
         first = f"{cost.tokens} tokens, load b/d {cost.load:.2f}"
     out.print(
         f"first batch: {first}; the attacker sees {100 * cost.share:.2f}% of "
-        f"the parameters\nestimate: {cost.seconds:.0f} s for {len(ready.batches)} batches, {cost.memory_mib:.0f} MiB"
+        f"the parameters\nestimate: {bound}{cost.seconds:.0f} s for {len(ready.batches)} "
+        f"batch{'es' * (len(ready.batches) > 1)}, {cost.memory_mib:.0f} MiB"
     )
     if cost.learning:
         out.print(f"before them: {cost.learning:.0f} s to simulate public updates; learning from them takes more")
