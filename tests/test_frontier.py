@@ -12,7 +12,7 @@ import pytest
 
 from gradaudit.case import parse_case
 from gradaudit.record import Interval, Record, SentenceMarks, Summary
-from gradaudit.report.frontier_page import frontier_svg, write_frontiers
+from gradaudit.report.frontier_page import _LEFT, frontier_svg, write_frontiers
 from gradaudit.scores import SCORES
 from gradaudit.sweeps.frontier import frontiers
 from gradaudit.sweeps.sweep import Result, SweepPoint
@@ -185,11 +185,37 @@ def test_other_models_and_seeds_are_other_points():
 def test_the_drawing_has_every_point_where_it_belongs():
     (found,) = frontiers([result(None, 90, 80), result(1e-3, 50, 40), result(1e-2, 5, 30)])
     root = ElementTree.fromstring(str(frontier_svg(found)))
-    circles = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in root.iter("circle") if c.get("r") == "4"]
+    signs = [g for g in root.iter("g") if g.get("class") == "point"]
+    circles = [tuple(map(float, g.get("transform", "")[len("translate(") : -1].split())) for g in signs]
     assert len(circles) == 3
     assert circles[0][0] > circles[1][0] > circles[2][0], "the more useful further to the right"
     assert circles[0][1] < circles[1][1] < circles[2][1], "the leakier further up"
     assert len([c for c in root.iter("circle") if c.get("r") == "9"]) == 1
+
+
+def test_families_of_defenses_have_shapes_and_colors_and_only_the_front_has_numbers():
+    found = frontiers([result(None, 90, 80), result(1e-3, 50, 40), result(1e-2, 60, 30)])[0]
+    assert [point.family for point in found.points] == ["no defense", "gaussian", "gaussian"]
+    root = ElementTree.fromstring(str(frontier_svg(found)))
+    signs = [g for g in root.iter("g") if g.get("class") == "point"]
+    looks = [(g.find("path").get("d"), g.find("path").get("fill")) for g in signs]
+    assert looks[0][0] != looks[1][0]
+    assert looks[0][1] != looks[1][1]
+    assert looks[1] == looks[2]
+    assert signs[2].find("path").get("fill-opacity") == "0", "dominated"
+    texts = [text.text for text in root.iter("text")]
+    assert {"1", "2"} <= set(texts)
+    assert "3" not in texts, "under the pointer alone"
+    assert signs[2].find("title").text.startswith("3: ")
+    assert {"no defense", "gaussian"} <= set(texts)
+    (zone,) = [r for r in root.iter("rect") if r.get("class") == "zone"]
+    assert float(zone.get("width")) > 0
+
+
+def test_the_axis_of_utility_begins_at_0():
+    (found,) = frontiers([result(None, 90, -8)])
+    (sign,) = [g for g in ElementTree.fromstring(str(frontier_svg(found))).iter("g") if g.get("class") == "point"]
+    assert sign.get("transform", "").startswith(f"translate({_LEFT:.1f} ")
 
 
 def test_the_page_escapes_what_it_shows_and_says_what_is_recommended(tmp_path: Path):
@@ -217,7 +243,8 @@ def test_an_empty_point_list_says_so(tmp_path: Path):
 def test_a_model_worse_than_chance_stays_on_the_drawing(mcc: float):
     (found,) = frontiers([result(None, 90, mcc)])
     root = ElementTree.fromstring(str(frontier_svg(found)))
-    (x,) = (float(c.get("cx", 0)) for c in root.iter("circle") if c.get("r") == "4")
+    signs = (g.get("transform", "") for g in root.iter("g") if g.get("class") == "point")
+    (x,) = (float(at.removeprefix("translate(").split()[0]) for at in signs)
     assert 50 <= x <= 545
 
 

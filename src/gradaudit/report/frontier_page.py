@@ -11,7 +11,7 @@ from gradaudit.files import read_lines, write_page
 from gradaudit.report import images, text  # noqa: F401 - each registers its page
 from gradaudit.report.page import page_of
 from gradaudit.report.visible import clip, environment, visible
-from gradaudit.sweeps.frontier import Frontier, OperatingPoint
+from gradaudit.sweeps.frontier import USEFUL, Frontier, OperatingPoint
 
 PAGE = "frontier.html"
 _HERE = Path(__file__).parent
@@ -61,6 +61,26 @@ def _worst(folder: Path, point: OperatingPoint, show_text: bool) -> Any:
     return page.read_best(record, at, next((p for p in private if p.batch == record.batch), None), show_text)
 
 
+_SHAPES = (
+    "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z",
+    "M-4 -4H4V4H-4Z",
+    "M0 -5L5 4H-5Z",
+    "M0 -5.5L5.5 0L0 5.5L-5.5 0Z",
+    "M0 5L5 -4H-5Z",
+    "M-2 -5H2V-2H5V2H2V5H-2V2H-5V-2H-2Z",
+)
+"""Disk, square, triangle, rhombus, triangle on its tip, cross."""
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8a6d00")
+"""Of Okabe and Ito's palette, but for the yellow, which is too light on white. With five colors and six shapes thirty
+families differ."""
+
+
+def _signs(found: Frontier) -> dict[str, tuple[str, str]]:
+    """Return shape and color of each family of defenses, in the order of the points."""
+    families = dict.fromkeys(point.family for point in found.points)
+    return {name: (_SHAPES[n % len(_SHAPES)], _COLORS[n % len(_COLORS)]) for n, name in enumerate(families)}
+
+
 def _alone(drawing: Markup) -> str:
     # as a file of its own it has no page that gives colors
     return str(drawing).replace(
@@ -69,18 +89,21 @@ def _alone(drawing: Markup) -> str:
 
 
 def frontier_svg(found: Frontier) -> Markup:
-    """Return an SVG drawing of leakage over utility: numbered points, dominated ones hollow, the chosen one ringed.
+    """Return an SVG drawing of leakage over utility: a shape and color a family of defenses, dominated points hollow.
+
+    The chosen one is ringed, and what is both private and useful is shaded. Points on the front have their numbers
+    beside them; the others say theirs under the pointer.
 
     Args:
         found: the frontier; its points are numbered in its order.
     """
     mccs = [end for p in found.points for end in (p.utility.mcc_low, p.utility.mcc_high)]
-    least, most = min([0.0, *mccs]), max([10.0, *mccs])
-    apart = 10 if most - least <= 60 else 20
-    low, high = math.floor(least / apart) * apart, math.ceil(most / apart) * apart
+    most = max([10.0, *mccs])
+    apart = 10 if most <= 60 else 20
+    low, high = 0, math.ceil(most / apart) * apart
 
     def across(value: float) -> float:
-        return _LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT)
+        return _LEFT + (max(value, low) - low) / (high - low) * (_RIGHT - _LEFT)
 
     def down(value: float) -> float:
         return _BOTTOM - min(max(value, 0.0), 100.0) / 100 * (_BOTTOM - _TOP)
@@ -90,6 +113,8 @@ def frontier_svg(found: Frontier) -> Markup:
 
     labels: dict[tuple[float, float], str] = {}
     for number, point in enumerate(found.points, 1):
+        if point.dominated:
+            continue
         at = place(point)
         near = next((other for other in labels if math.dist(other, at) < _APART), None)
         label = f"{number}{'↑' if point.bound else ''}"  # at least so much
@@ -106,6 +131,8 @@ def frontier_svg(found: Frontier) -> Markup:
             ticks=range(low, high + 1, apart),
             front=[place(p) for p in sorted(found.points, key=lambda p: p.utility.mcc) if not p.dominated],
             labels=labels,
+            signs=_signs(found),
+            useful=USEFUL * max((p.utility.mcc for p in found.points), default=0.0),
         )
     )
     return Markup(drawn)

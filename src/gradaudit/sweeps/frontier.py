@@ -40,6 +40,7 @@ class OperatingPoint:
             and the report of these runs would not say that anything leaks.
         dominated: another point of this batch size is at least as good in both, and better in one.
         measure: of the leak.
+        family: names of its defenses, whatever their fields.
     """
 
     client: str
@@ -56,6 +57,7 @@ class OperatingPoint:
     worst: tuple[Record, int] | None = None
     dominated: bool = False
     measure: Measure = MEASURES["text"]
+    family: str = "no defense"
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def _point(size: int, group: Sequence[Result]) -> OperatingPoint | None:
     told = verdict([s for _, s in scored], [record for r, _ in scored for record in r.records])
     loudest = max(_most(*measure.leak(s)) for _, s in scored)
     return OperatingPoint(
+        family=" + ".join(str(d.get("name")) for d in best.point.case.defense) or "no defense",
         client=_client(best),
         batch_size=size,
         leak=leak,
