@@ -23,8 +23,12 @@ from gradaudit.types import Given, Knowledge, LocalTraining, Observation, Recons
 from tiny_models import DECODERS, ENCODERS, SETTINGS, batch_of, seen_of, sentences, tiny
 
 EVERY = known("attack")
-ATTACKS = sorted(name for name in EVERY if "classification" in EVERY[name].tasks or "causal-lm" in EVERY[name].tasks)
-"""Those of text; tests/test_image_attacks.py has the others."""
+ATTACKS = sorted(
+    name
+    for name in EVERY
+    if name != "auto" and ("classification" in EVERY[name].tasks or "causal-lm" in EVERY[name].tasks)
+)
+"""Those of text; tests/test_image_attacks.py has the others. `auto` runs these (tests/test_auto.py)."""
 EVERYTHING = Given(lengths=True, labels=True)
 CLIENTS = {
     "dropout off": {},
@@ -37,7 +41,6 @@ def quick(name: str) -> Attack:
     """Return an attack with its defaults, its longest loops cut short."""
     short = {"steps": 6, "max_candidates": 500, "tries": 2, "starts": 4, "permutations": 4, "rounds": 2, "every": 2}
     short |= {"evaluations": 20, "proposals": 6, "edits": 8, "passes": 2, "beam_width": 2}
-    short |= {"suite": ("decode", "dager")}
     fields = {f.name: f.default for f in dataclasses.fields(known("attack")[name])}
     return build("attack", name, {k: min(v, fields[k]) for k, v in short.items() if k in fields})
 
