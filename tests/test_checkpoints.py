@@ -89,8 +89,6 @@ def test_the_update_is_after_minus_before_and_what_is_not_told_is_unknown(folder
     code, _, err = gradaudit("bundle", tmp_path / "up", "--before", before, "--after", after)
     assert code == 0, err
     assert "not told: optimizer and learning rate, sentences, dropout" in err
-    assert "--optimizer adamw --learning-rate 0.0001" in err, "one step of Adam shows"
-    assert "--set weight_decay=0.01" in err, "torch's own, and it shows in words that were not trained on"
     for told, said in (("0", "and 0 was told"), ("0.01", None)):
         more = ("--before", before, "--after", after, *STEP, "--set", f"weight_decay={told}")
         code, _, err = gradaudit("bundle", tmp_path / "told", *more)

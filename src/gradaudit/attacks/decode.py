@@ -23,6 +23,7 @@ from gradaudit.leakage.uneven.by_step import named_by_step
 from gradaudit.leakage.uneven.decoded import decode_change
 from gradaudit.leakage.uneven.entries import entries
 from gradaudit.leakage.uneven.followed import LAST_MISSING, NOT_EXPLAINED, followed
+from gradaudit.leakage.uneven.untold import step_shown
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -46,6 +47,7 @@ _UNTOLD = (
     "how the weights were changed was not told (optimizer, rate, sentences): a server that knows reads far more; see "
     "capture(..., training=...)"
 )
+_SHOWN = "how the weights were changed was not told; it is one step of {}, which explains every entry"
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -99,11 +101,11 @@ class Decode(Attack):
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         if seen.model.spec.lora is not None:
             return self._adapted(seen)
+        if seen.kind == "delta" and seen.knowledge.training is None:
+            return self._untold(seen, rng)
         words = read_words(seen)
         if words is None:
-            found = self._read(seen, rng)
-            untold = seen.kind == "delta" and seen.knowledge.training is None
-            return replace(found, notes=(*found.notes, _UNTOLD)) if untold else found
+            return self._read(seen, rng)
         if (seen.knowledge.steps or 1) > 1:
             return named_by_step(seen, words, rng)
         try:
@@ -114,6 +116,18 @@ class Decode(Attack):
             return replace(found, words=words)
         bags = named_by_step(seen, words, rng)
         return replace(bags, notes=(*bags.notes, *found.notes))
+
+    def _untold(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Read a weight change as the one step that it looks like."""
+        how = step_shown(seen)
+        if how is None:
+            return self._read(seen, rng)
+        found = self.run(replace(seen, knowledge=replace(seen.knowledge, training=how)), rng)
+        if found.certificates and "proven" not in found.certificates:
+            return replace(found, notes=(*found.notes, _UNTOLD))
+        decay = f" and weight decay {how.weight_decay:g}" if how.weight_decay else ""
+        step = f"AdamW at {how.learning_rate:g}{decay}" if how.optimizer == "adamw" else "SGD"
+        return replace(found, notes=(*found.notes, _SHOWN.format(step)))
 
     def _read(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Read sentences, or what is left of them.
