@@ -2,12 +2,14 @@
 
     cd tests && HF_HUB_OFFLINE=1 PYTHONPATH=. python -m fuzz.long --write ../benchmarks/results/reliability.md
 
-Faults are kept in the folder that --faults names, a file each, to be looked at and mended.
+Faults are kept in the folder that --faults names, a file each, to be looked at and mended. With --keep, a run that was
+stopped goes on after the kinds that it finished.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import resource
@@ -161,6 +163,24 @@ def _row(kind: str, one: Count) -> str:
     )
 
 
+def read_kept(path: Path, each: int, number: int) -> dict[str, Count]:
+    """Return the counts by kind that an earlier run of as many inputs from the same seed kept."""
+    if not path.is_file():
+        return {}
+    held = json.loads(path.read_text(encoding="utf8"))
+    if held["of"] != [each, number]:
+        raise SystemExit(f"{path} holds counts of {held['of']}, each and seed; name another file.")
+    return {kind: Count(**one | {"codes": Counter({int(code): n for code, n in one["codes"].items()}),
+                                 "faults": Counter(one["faults"])})
+            for kind, one in held["counts"].items()}  # fmt: skip
+
+
+def write_kept(path: Path, each: int, number: int, counts: dict[str, Count]) -> None:
+    """Keep the counts of the kinds that are finished."""
+    held = {"of": [each, number], "counts": {kind: vars(one) for kind, one in counts.items()}}
+    path.write_text(json.dumps(held), encoding="utf8")
+
+
 def main() -> None:
     """Run the fuzz and write its table."""
     told = argparse.ArgumentParser(description=__doc__)
@@ -168,17 +188,21 @@ def main() -> None:
     told.add_argument("--kinds", nargs="*", help="some kinds alone")
     told.add_argument("--seed", type=int, default=0)
     told.add_argument("--faults", type=Path, help="folder for what went wrong")
+    told.add_argument("--keep", type=Path, help="file of the counts so far")
     told.add_argument("--write", type=Path, help="file of the table")
     given_ = told.parse_args()
     torch.set_num_threads(1)
     if given_.faults is not None:
         given_.faults.mkdir(parents=True, exist_ok=True)
+    kept = read_kept(given_.keep, given_.each, given_.seed) if given_.keep is not None else {}
     counts: dict[str, Count] = {}
     with tempfile.TemporaryDirectory() as where:
         root = make_corpus(Path(where) / "corpus")
         for kind in given_.kinds or every_kind(root):
-            counts[kind] = run_kind(kind, root, given_.each, given_.seed, given_.faults)
+            counts[kind] = kept.get(kind) or run_kind(kind, root, given_.each, given_.seed, given_.faults)
             print(_row(kind, counts[kind]), flush=True)
+            if given_.keep is not None:
+                write_kept(given_.keep, given_.each, given_.seed, kept | counts)
             if given_.write is not None:
                 command = f"python -m fuzz.long {shlex.join(sys.argv[1:])}"
                 given_.write.write_text(table(counts, command), encoding="utf8")
