@@ -87,7 +87,7 @@ def plain(ready: Prepared, number: int, most: int) -> list[bool]:
     said = []
     for decoy in [d for d in decoys if d not in right][:most]:
         taken = take_out(ready.model, rest, decoy, [len(right)], [1, 2])
-        said.append(taken is not None and taken[2])
+        said.append(taken is not None and taken.proven)
     return said
 
 

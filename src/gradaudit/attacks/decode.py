@@ -1,5 +1,6 @@
 """Exact decoding: batches back from their attention gradients, exactly and with proof, dropout on or off."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -8,6 +9,7 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import ANYTHING, Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.decoding.agreement import apart, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.decoding.order import order_words
@@ -309,6 +311,9 @@ class Decode(Attack):
         else:
             rows, linked = self._completed(rows, signals, how, rng)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
+            proven = [s for s, sure in zip(sequences, certificates, strict=True) if sure == "proven"]
+            if proven:
+                certificates = _doubted(certificates, overfull(seen, proven, first.rank), notes)
         if model.spec.task == "causal-lm" and sequences:
             # no loss follows the last word, so that it leaves no row: what looks complete lacks it
             certificates = ["likely" if one == "proven" else one for one in certificates]
@@ -353,9 +358,19 @@ class Decode(Attack):
         if not any(layer > 0 for layer, _ in left):
             notes.append("only block 0 was seen: sentences are put together from it and not checked in a deeper block")
         elif guesses or (size is not None and len(solved) < size):
-            notes.append(f"{len(solved)} sentences fit; what is left of the gradient has rank {rest.span(0).rank}")
+            rank = rest.span(0).rank
+            notes.append(f"{len(solved)} sentences fit; what is left of the gradient has rank {rank}")
+            if rank == 0:
+                notes.append("the others of the batch are copies of these, or send nothing")
+        proven = [s for s in solved if s.proven]
+        against = []
+        if proven:
+            whole = rest.span(0).rank == 0 and len(proven) == len(solved)
+            against = apart(seen, [s.tokens for s in proven], [s.weights for s in proven], whole)
         certificates = ["proven" if s.proven else "likely" for s in solved] + ["guess"] * len(guesses)
-        labels = tuple(s.label for s in solved) if not guesses else None
+        certificates = _doubted(certificates, against, notes)
+        told = [s.label for s in solved if s.label is not None]
+        labels = tuple(told) if not guesses and len(told) == len(solved) else None
         sequences = (*(s.tokens for s in solved), *guesses)
         return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), _ranks(first))
 
@@ -379,9 +394,21 @@ class Decode(Attack):
                 # a sentence that sends next to nothing would leave as little if it were another one
                 sure = [part > _OWN * max(told.left, _ROUNDING) for part in told.parts]
                 labels, certificates = told.labels, tuple("proven" if one else "likely" for one in sure)
+                weights = torch.eye(seen.model.spec.labels)[list(labels)].div(size).tolist()
+                against = apart(seen, grown.sentences, weights, whole=True)
+                certificates = tuple(_doubted(certificates, against, notes))
                 if not all(sure):
                     notes = [*notes, f"{sure.count(False)} sentences send too little to be told from others"]
         return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
+
+
+def _doubted(certificates: Sequence[str], against: Sequence[str], notes: list[str]) -> list[str]:
+    """Return certificates without proofs where other shared tensors speak against the sentences, and note it."""
+    if not against or "proven" not in certificates:
+        return list(certificates)
+    more = f" and {len(against) - 1} others" if len(against) > 1 else ""
+    notes.append(f"nothing is proven: {against[0]}{more} cannot be of an honest update with these sentences")
+    return ["likely" if one == "proven" else one for one in certificates]
 
 
 def _ranks(first: Span) -> dict[str, Any]:

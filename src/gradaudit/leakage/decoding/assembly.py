@@ -3,8 +3,8 @@
 One file because it is one search, whose stages hand the same state on.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,13 +63,15 @@ class Solved:
 
     Args:
         tokens: its ids.
-        label: the label under which the ranks fell.
+        label: the label under which the ranks fell; None where copies may have had several.
         proven: True when every block's rank fell by its length.
+        weights: by label, how much of its gradient under that label was in the whole.
     """
 
     tokens: tuple[int, ...]
-    label: int
+    label: int | None
     proven: bool
+    weights: tuple[float, ...] = ()
 
 
 @torch.no_grad()
@@ -252,22 +254,36 @@ class TakenOut:
 
     Args:
         rest: what is left without it.
-        label: its class.
+        weights: by label, how much of the sentence's own gradient under that label was in it: of one label only, unless
+            the loss had none such (smoothed labels, copies with several).
         proven: every rank fell by exactly its length.
-        share: of its own gradient that was in it: one over the batch size, more where it was there twice, less where
-            the client scaled the whole.
     """
 
     rest: Remainder
-    label: int
+    weights: tuple[float, ...]
     proven: bool
-    share: float
+
+    @property
+    def label(self) -> int:
+        """Its class, or the one whose logit the update raises most."""
+        return self.weights.index(max(self.weights))
+
+    @property
+    def share(self) -> float | None:
+        """Its weight: one over the batch size, more where it was there twice, less where the client scaled the whole.
+
+        None where it is none of one label.
+        """
+        return max(self.weights) if self.weights.count(0.0) == len(self.weights) - 1 else None
 
 
 def take_out(
     model: TextModel, rest: Remainder, sentence: tuple[int, ...], shares: Sequence[float], layers: Sequence[int]
 ) -> TakenOut | None:
-    """Subtract a sentence under the label, and with the share, that make the ranks fall; None when none do.
+    """Subtract a sentence under the label and the share, or the slopes, that make the ranks fall; None when none do.
+
+    What is proven holds for any loss of the classes' probabilities: scaled, weighted by sentence or class, of labels
+    that are smoothed. A loss that sees each logit by itself (one label of several) is not looked for.
 
     Args:
         model: the model.
@@ -277,23 +293,64 @@ def take_out(
         layers: blocks whose ranks must fall, deeper than 0.
     """
     before = [rest.span(layer).rank for layer in layers]
-    own: list[Matrices] = [sentence_gradient(model, sentence, y, rest.left) for y in range(model.spec.labels)]
-    for tried in ([(y, s) for y in range(len(own)) for s in shares], [(y, None) for y in range(len(own))]):
-        best: tuple[int, TakenOut] | None = None
-        for label, share in tried:
-            found = _own_share(rest, own[label], layers[0]) if share is None else share
-            if found is None:
-                continue
-            after = rest.without(own[label], found)
+    own = [sentence_gradient(model, sentence, y, rest.left) for y in range(model.spec.labels)]
+    best: tuple[int, TakenOut] | None = None
+    for tried in (_told(own, shares), _by_label(rest, own, layers[0]), _by_slopes(rest, own, layers)):
+        for weights in tried:
+            after = rest.without(_joined(own, weights), 1.0)
             if any(after.stacked(layer).norm() > _GROWN * rest.stacked(layer).norm() for layer in layers):
                 continue  # so large a share was not in it: what is left is the sentence itself
             ranks = [after.span(layer).rank for layer in layers]
-            if best is None or sum(ranks) < best[0]:
+            if sum(ranks) < (sum(before) if best is None else best[0]):
                 proven = all(b - a == len(sentence) for b, a in zip(before, ranks, strict=True))
-                best = sum(ranks), TakenOut(after, label, proven, found)
-        if best is not None and best[0] < sum(before):
-            return best[1]
-    return None
+                best = sum(ranks), TakenOut(after, weights, proven)
+        if best is not None and best[1].proven:
+            break
+    return None if best is None else best[1]
+
+
+def _joined(own: Sequence[Matrices], weights: Sequence[float]) -> Matrices:
+    some = [(weight, gradient) for weight, gradient in zip(weights, own, strict=True) if weight]
+    return {key: sum((w * g[key] for w, g in some[1:]), some[0][0] * some[0][1][key]) for key in own[0]}
+
+
+def _of_one(label: int, share: float, labels: int) -> tuple[float, ...]:
+    return tuple(share if y == label else 0.0 for y in range(labels))
+
+
+def _told(own: Sequence[Matrices], shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
+    return (_of_one(label, share, len(own)) for label in range(len(own)) for share in shares)
+
+
+def _by_label(rest: Remainder, own: Sequence[Matrices], layer: int) -> Iterator[tuple[float, ...]]:
+    """Yield each label with the share that the gradient itself tells: a loss that was scaled, or weighted."""
+    for label, gradient in enumerate(own):
+        share = _own_share(rest, gradient, layer)
+        if share is not None and share > 0:
+            yield _of_one(label, share, len(own))
+
+
+def _by_slopes(rest: Remainder, own: Sequence[Matrices], layers: Sequence[int]) -> Iterator[tuple[float, ...]]:
+    """Yield the weights that tell what a sentence sent, whatever slopes its logits had: smoothed labels, other losses.
+
+    Under any loss of the probabilities its gradient is a sum of differences between those of two labels. The right sum
+    lies in the columns of what is left, as each part of it does; no other does, where there are more rows than tokens.
+    """
+    apart = [{key: own[0][key] - gradient[key] for key in gradient} for gradient in own[1:]]
+    if not apart:
+        return
+    outside = rest.stacked(layers[0]).new_zeros((len(apart), len(apart)))
+    for layer in layers:
+        left, _, _ = torch.linalg.svd(rest.stacked(layer), full_matrices=False)
+        basis = left[:, : rest.span(layer).rank]
+        stacked = torch.stack([Remainder(one, rest.whole, rest.eps).stacked(layer) for one in apart])
+        flat = (stacked - basis @ (basis.T @ stacked)).flatten(1)
+        outside += flat @ flat.T
+    slopes = torch.linalg.eigh(outside)[1][:, 0]
+    weights = torch.cat([slopes.sum()[None], -slopes])
+    share = _own_share(rest, _joined(own, weights.tolist()), layers[0])
+    if share is not None:
+        yield tuple((share * weights).tolist())
 
 
 def _own_share(rest: Remainder, gradient: Matrices, layer: int) -> float | None:
@@ -310,7 +367,7 @@ def _own_share(rest: Remainder, gradient: Matrices, layer: int) -> float | None:
     own = Remainder(gradient, rest.whole, rest.eps).stacked(layer)
     inner = (left[:, :rank].T @ own @ right[:rank].T) / values[:rank, None]
     once, twice = float(inner.trace()), float((inner * inner.T).sum())
-    return once / twice if once > 0 and twice > 0 else None
+    return once / twice if once != 0 and twice > 0 else None
 
 
 def solve(
@@ -339,7 +396,7 @@ def solve(
     rest = remainder(left, eps)
     deeper = sorted({layer for layer, _ in left if layer > 0})
     solved: list[Solved] = []
-    taken_shares: list[float] = []
+    taken_shares: list[float | None] = []
     told = size  # a scaled loss makes shares look like those of another number of sentences
     pairs = candidate_pairs(model, rest.span(0), longest)
     shares = [1 / n for n in ([size] if size is not None else range(1, _MOST_SENTENCES + 1))]
@@ -373,11 +430,12 @@ def solve(
                 ranked.append((-1.0, sentence))
                 continue
             rest = taken.rest
-            if size is None and _whole(1 / taken.share):
+            if size is None and taken.share is not None and _whole(1 / taken.share):
                 size = round(1 / taken.share)
             # a scaled gradient holds all of them with the same share; of one that was there twice the others have half
-            shares = [taken.share] if size is None else list(dict.fromkeys([taken.share, 1 / size]))
-            solved.append(Solved(sentence, taken.label, taken.proven))
+            likely = (taken.share, None if size is None else 1 / size)
+            shares = list(dict.fromkeys(share for share in likely if share is not None))
+            solved.append(Solved(sentence, taken.label, taken.proven, taken.weights))
             taken_shares.append(taken.share)
             step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
             second = rest.span(deeper[0])
@@ -385,8 +443,8 @@ def solve(
                 break
         if len(solved) == before:
             break
-    if size is not None and rest.span(0).rank == 0:
-        solved = _copied(solved, taken_shares, size)
+    if rest.span(0).rank == 0:  # there is no other
+        return solved if size is None else _copied(solved, taken_shares, size), [], rest
     expected = size or 0
     if size is None and placed is not None and ranked:  # at least as many as pairs with signal at one position
         expected = int(placed.pairs.positions.bincount().max())
@@ -397,15 +455,24 @@ def solve(
     return solved, guesses, rest
 
 
-def _copied(solved: list[Solved], shares: Sequence[float], size: int) -> list[Solved]:
+def _copied(solved: list[Solved], shares: Sequence[float | None], size: int) -> list[Solved]:
     """Return the sentences that make up a whole gradient, each as often as it was in the batch.
 
     A loss may be scaled, and all shares with it: a share tells copies only where all are whole parts of a batch's sum.
     """
-    times = [share * size / sum(shares) for share in shares]
+    told = [share for share in shares if share is not None]
+    if len(told) < len(solved):
+        return solved
+    times = [share * size / sum(told) for share in told]
     if len(solved) >= size or not all(map(_whole, times)):
         return solved
-    return [one for one, many in zip(solved, times, strict=True) for _ in range(round(many))]
+    # copies with several labels look like those of one, scaled
+    plain = all(abs(share * size - many) < _ROUNDED for share, many in zip(told, times, strict=True))
+    return [
+        replace(one, label=one.label if plain else None, weights=tuple(w / round(many) for w in one.weights))
+        for one, many in zip(solved, times, strict=True)
+        for _ in range(round(many))
+    ]
 
 
 def _whole(number: float) -> bool:
