@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from gradaudit.attacks import lamp
 from gradaudit.attacks.grab import Grab
@@ -26,7 +28,7 @@ from gradaudit.models.taps import _tap
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given
-from gradaudit.workspace import keep, kept, kept_in
+from gradaudit.workspace import keep, kept, kept_in, learned, learned_in
 from tiny_models import batch_of, doubled, made_by, seen_of, sentences, summed
 
 KNOWN = Given(labels=True, lengths=True)
@@ -462,14 +464,40 @@ def test_a_broken_state_is_begun_anew(tmp_path):
     place = tmp_path / "0.safetensors"
     place.write_bytes(b"12345")
     with kept_in(place):
-        assert kept() is None
+        assert kept() == {}
         keep({"round": torch.tensor(2)})
         found = kept()
         assert found is not None
         assert int(found["round"]) == 2
+        whole = place.read_bytes()
+        place.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert kept() == {}, "one bit is another round"
     assert not place.exists()
     keep({"round": torch.tensor(2)})  # no one asked for it
     assert kept() is None
+
+
+def test_grab_begins_anew_where_what_it_kept_is_damaged_and_says_so(load, tmp_path):
+    model = load("roberta")
+    seen = seen_of(Client(model), batch_of(model, sentences((3,), 3), [1]), given=KNOWN)
+    attack, place = Grab(rounds=1, steps=2, starts=2, permutations=2), tmp_path / "0.safetensors"
+    save_file({"round": torch.tensor(1)}, place)
+    with kept_in(place):
+        found = attack(seen, stream(0, "attack"))
+    assert "damaged" in found.notes[0]
+    assert found.sequences == attack(seen, stream(0, "attack")).sequences
+
+
+def test_a_full_disk_stops_no_attack_that_keeps_its_state(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("gradaudit.workspace.save_file", full)
+    with kept_in(tmp_path / "unfinished" / "0.safetensors"):
+        keep({"round": torch.tensor(2)})
+        assert kept() is None
+    with learned_in(tmp_path):
+        assert float(learned("a", {"x": ()}, lambda: {"x": torch.tensor(1.0)})["x"]) == 1.0
 
 
 def test_lamp_reads_a_short_sentence(load):

@@ -1,12 +1,14 @@
 """Where long work keeps what it has finished: attacks ask for it, whoever runs them says where it is."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from gradaudit.errors import BadInputError
@@ -26,6 +28,8 @@ class Workspace:
     unfinished: Path | None = None
 
 
+_DIGEST = "sha256"
+"""In the metadata of what an attack kept: of its tensors, so that one flipped bit is no other answer."""
 _current: ContextVar[Workspace] = ContextVar("gradaudit_workspace", default=Workspace())  # noqa: B039 - frozen
 
 
@@ -61,21 +65,30 @@ def keep(state: Mapping[str, Tensor]) -> None:
     path = _current.get().unfinished
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with replacing(path, private=True) as fresh:
-        save_file({name: tensor.detach().contiguous().cpu().clone() for name, tensor in state.items()}, fresh)
+    tensors = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in state.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with replacing(path, private=True) as fresh:
+            save_file(tensors, fresh, {_DIGEST: _digest(tensors)})
+    except (OSError, SafetensorError):
+        return  # a full disk: the attack goes on, and only what a stop would lose is more
 
 
 def kept() -> dict[str, Tensor] | None:
-    """Return what a run that was stopped has kept; None for nothing, or for a file that cannot be read."""
+    """Return what a run that was stopped has kept; None for nothing, and nothing by name for a file that is damaged."""
     path = _current.get().unfinished
     if path is None or not path.exists():
         return None
     try:
         with stored_tensors(path) as file:
-            return file.read(file.shapes)
+            found = file.read(file.shapes)
+            return found if file.metadata.get(_DIGEST) == _digest(found) else {}
     except BadInputError:
-        return None  # begun anew: the same seed gives the same answer
+        return {}  # begun anew: the same seed gives the same answer
+
+
+def _digest(state: Mapping[str, Tensor]) -> str:
+    return hashlib.sha256(save(dict(state))).hexdigest()
 
 
 @contextmanager
@@ -108,7 +121,10 @@ def learned(
             pass  # cut short or damaged
     found = {n: t.detach().cpu().contiguous().clone() for n, t in make().items()}
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as fresh:
-            save_file(found, fresh)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as fresh:
+                save_file(found, fresh)
+        except (OSError, SafetensorError):
+            return found  # a full disk: the next batch learns it again
     return found

@@ -162,8 +162,8 @@ class _Run:
         last: Beam | None = None
         continuous: Beam | None = None
         state = kept()
-        begun = 0 if state is None else int(state["round"])
-        if state is not None:
+        begun = int(state["round"]) if state else 0
+        if state:
             last, pools = self._taken_up(state)
         for rounds in range(begun + 1, how.rounds + 1):
             if rounds > 1 and how.restart_masks and self.masks is not None:
@@ -185,10 +185,14 @@ class _Run:
             if same or rounds == how.rounds:
                 break
             self._keep(rounds, last, pools)
+        notes = (f"taken up again after round {begun}: the seconds are of the rest",) if begun else ()
+        if state is not None and not state:
+            notes = ("what a stopped run had kept was damaged: begun anew",)
         assert last is not None
         assert continuous is not None
         best = continuous if self.refit is None and continuous.loss < last.loss else last
-        return self._told(best, rounds, begun)
+        told = self._told(best, rounds)
+        return replace(told, notes=(*notes, *told.notes))
 
     def _keep(self, rounds: int, last: Beam, pools: list[dict[int, None]]) -> None:
         """Keep what the next round starts from."""
@@ -301,13 +305,11 @@ class _Run:
         most = min(32 * len(self.frame.ids), self.model.width - 1)
         return [word.token for word in rank_words(self.model, stacked, most, 0.05)]
 
-    def _told(self, best: Beam, rounds: int, begun: int) -> Reconstruction:
+    def _told(self, best: Beam, rounds: int) -> Reconstruction:
         mask = self.of.lengths_of(best.ids, self.model.special.pad)
         sequences = tuple(tuple(row[keep].tolist()) for row, keep in zip(best.ids, mask, strict=True))
         evaluations = self.spent + self.of.evaluations + (self.refit.spent if self.refit is not None else 0)
         more = {"rounds": rounds}
         if self.masks is not None:
             more["mask_sites"] = len(self.masks.variables())
-        found = self.objective.told(sequences, self.of.labels, self.labels.how, best.loss, evaluations, **more)
-        again = (f"taken up again after round {begun}: the seconds are of the rest",) if begun else ()
-        return replace(found, notes=(*again, *found.notes))
+        return self.objective.told(sequences, self.of.labels, self.labels.how, best.loss, evaluations, **more)
