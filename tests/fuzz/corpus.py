@@ -50,12 +50,17 @@ SWEEP: dict[str, Any] = {k: v for k, v in CASE.items() if k != "client"} | {
 _LTI = {"path": "rows.csv", "rows": 6, "label": "label"}
 
 
-def make_corpus(root: Path) -> Path:
-    """Write a model, rows, a run, a bundle, one with adapters, and an inverter into a folder and return it."""
+def make_rows(root: Path) -> None:
+    """Write a model and rows into a folder."""
     root.mkdir(exist_ok=True)
     tiny_models.make_folder("bert", root / "bert")
     lines = [f"{text},{n % 2}\n" for n, text in enumerate(ROWS)]
     (root / "rows.csv").write_text("text,label\n" + "".join(lines), encoding="utf8")
+
+
+def make_corpus(root: Path) -> Path:
+    """Write a model, rows, a run, a bundle, one with adapters, and an inverter into a folder and return it."""
+    make_rows(root)
     for name in ("bundle", "adapted"):
         model = load_model(ModelSpec(f"random:{root / 'bert'}"))
         module = model.module

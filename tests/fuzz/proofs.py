@@ -161,7 +161,7 @@ def page(trials_: dict[str, Counter[str]], forged_: dict[str, Counter[str]], com
     lines = [
         "# Proofs: honest updates, decoys, forged updates",
         "",
-        f"`{command}`, {platform.machine()}, one thread, torch {version}, {seconds:.0f} s with other jobs on the machine; "
+        f"`{command}`, {platform.machine()}, one thread, torch {version}, {seconds:.0f} s, shared; "
         "tiny BERTs of 2, 4 and 7 classes with random weights (width 32, three blocks), dropout off, 2 to 4 sentences.",
         "",
         f"{tried} sentences taken out of honest updates, right ones and decoys made of them. Scales are 1e-6 to 1e6 "

@@ -12,7 +12,7 @@ from fuzz.corpus import make_corpus
 from fuzz.inputs import Input, every_kind
 from fuzz.program import ended, placed
 
-EXAMPLES, SECONDS = 6, 60
+EXAMPLES, SECONDS = 4, 60
 KINDS = ("case", "sweep", "claims", "options", "data", "bundle", "update", "config", "tokenizer", "adapters", "records",
          "inverter", "checkpoint")  # fmt: skip
 

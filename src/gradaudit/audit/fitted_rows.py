@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gradaudit.data.rows import MARKS
 from gradaudit.errors import BadInputError
+from gradaudit.files import replacing
 from gradaudit.models.base import Model
 from gradaudit.models.spec import kind_of
 from gradaudit.types import Private, PublicData
@@ -26,7 +27,8 @@ def note_rows(folder: Path, public: PublicData, model: Model) -> None:
         BadInputError: the folder cannot be written.
     """
     try:
-        (folder / ROWS).write_text("\n".join(sorted(_marks(public, model))), encoding="utf8")
+        with replacing(folder / ROWS) as draft:
+            draft.write_text("\n".join(sorted(_marks(public, model))), encoding="utf8")
     except OSError as error:
         raise BadInputError(f"cannot write {folder / ROWS} ({error.strerror}); make room") from None
 

@@ -91,8 +91,8 @@ def fit(
     target = target_of(client, selection, batch_size)
     with only_writer(folder):
         simulation = simulation_of(client, selection)
+        note_rows(folder, public, client.model)  # first: a folder with an inverter is one that says what it has seen
         fitted = attack.fit(simulation, public, target, client.model, folder, stream(seed, "fit"))
-        note_rows(folder, public, client.model)
         (folder / "checkpoint.safetensors").unlink(missing_ok=True)
     return fitted
 
