@@ -110,7 +110,9 @@ def test_values_alone_give_the_words_of_one_sentence_in_order_and_no_proof(minil
     found = Decode()(seen_of(minilm, batch, selection="0:v"), stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
     assert found.certificates == ("likely",)
-    assert any("cannot be linked" in note for note in found.notes)
+    assert any("gradients of 0:q and 0:k were not seen" in note for note in found.notes)
+    found = Decode()(seen_of(minilm, batch, selection="0:q,v"), stream(0, "attack"))
+    assert any("gradients of 0:k were not seen" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("first", "size"), [(4, 1), (12, 4), (0, 8)])
@@ -262,8 +264,9 @@ def test_sentences_whose_ranks_did_not_fall_by_their_length_are_likely_and_their
     batch = batch_of(minilm, 12, 3)
     seen = seen_of(minilm, batch, selection="0-2:q,k,v", dropout=False, freeze=())
     rest = remainder(matrices(seen, 3), 1.2e-7)
-    solved = [Solved((101, 2003, 102), 1, proven=False), Solved((101, 2004, 102), 0, proven=True)]
+    solved = [Solved((101, 2003, 102), 1, False, (0.0, 1.0)), Solved((101, 2004, 102), 0, True, (1.0, 0.0))]
     monkeypatch.setattr(attack_file, "solve", lambda *_, **__: (solved, [(101, 2005, 102)], rest))
+    monkeypatch.setattr(attack_file, "apart", lambda *_, **__: [])
     found = Decode()(seen, stream(0, "attack"))
     assert found.certificates == ("likely", "proven", "guess")
     assert found.labels is None

@@ -25,7 +25,8 @@ def bert(tmp_path_factory) -> TransformersModel:
 
 
 def of(model: TransformersModel, seed: int) -> Batch:
-    return tiny_models.batch_of(model, tiny_models.sentences((4, 3, 4), seed), [3, 0, 2])
+    labels = [label % model.spec.labels for label in (3, 0, 2)]
+    return tiny_models.batch_of(model, tiny_models.sentences((4, 3, 4), seed), labels)
 
 
 def seen_of(model: TransformersModel, batch: Batch, smoothing: float = 0.0) -> Observation:
@@ -68,6 +69,21 @@ def test_a_sentence_that_was_there_under_several_labels_is_proven_once_and_no_la
     assert taken is not None
     assert taken.proven
     assert taken.share is None, "no one label's gradient was in it"
+
+
+def test_attention_dropout_alone_leaves_clean_words_which_no_deeper_block_checks(tmp_path):
+    model = tiny_models.tiny(tiny_models.make_folder("bert", tmp_path / "bert"))
+    for name, part in model.module.named_modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.4 if name.endswith("attention.self.dropout") else 0.0
+    batch = of(model, 1)
+    seen = tiny_models.seen_of(Client(model, dropout=True), batch)
+    assert seen.knowledge.dropout == 0.4
+    found = Decode()(seen, stream(0, "attack"))
+    assert "attention dropout alone" in found.notes[0]
+    assert found.certificates == ("guess",) * 3
+    right = {word for sentence in batch.sequences() for word in sentence}
+    assert 2 * len(right & {word for sentence in found.sequences for word in sentence}) > len(right)
 
 
 def forged(kind: str, seen: Observation, other: Observation) -> dict[str, torch.Tensor]:

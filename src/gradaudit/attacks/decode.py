@@ -1,6 +1,5 @@
 """Exact decoding: batches back from their attention gradients, exactly and with proof, dropout on or off."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -9,12 +8,13 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import ANYTHING, Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.decoding.agreement import apart, overfull
+from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
+from gradaudit.leakage.decoding.dropout_masks import unmasked
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.decoding.order import order_words
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
-from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
+from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
 from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
@@ -36,8 +36,6 @@ _OWN, _ROUNDING = 100.0, 1e-6
 """What a sentence sends must be so many times what all leave, or rounding, for it to be proven by itself."""
 _EFFORTS = (2, 4)
 """Rows still missing: each round tries so many times as often."""
-_OFF = 1e-3
-"""A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside."""
 _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _DROWNED = 0.5
@@ -50,6 +48,10 @@ _UNTOLD = (
     "capture(..., training=...)"
 )
 _SHOWN = "how the weights were changed was not told; it is one step of {}, which explains every entry"
+_BEHIND = (
+    "dropout is on, and not where words and positions come in (attention dropout alone): words are placed, and no "
+    "deeper block can check them"
+)
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -149,11 +151,14 @@ class Decode(Attack):
         if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
             return self._ranked(seen, first, rng)
         rate = seen.knowledge.dropout
-        if rate is None and self._unmasked(seen, first):
+        if rate is None and unmasked(seen, first):
             rate = 0.0
+        if rate and seen.kind == "gradient" and not seen.model.causal and unmasked(seen, first, rate):
+            found = self._placed(seen, first, 1)
+            return replace(found, notes=(_BEHIND, *found.notes))
         if rate != 0.0:
             return self._masked(seen, first, rng)
-        if seen.kind == "gradient" and not self._unmasked(seen, first):
+        if seen.kind == "gradient" and not unmasked(seen, first):
             return self._ranked(seen, first, rng)  # few coordinates were sent: neither full nor the batch's span
         if seen.model.causal:
             return self._grown(seen, first)
@@ -172,12 +177,6 @@ class Decode(Attack):
             return False
         eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
         return float(first.values[first.rank]) > 32 * eps * float(first.values[0])
-
-    def _unmasked(self, seen: Observation, first: Span) -> bool:
-        """Say whether dropout was off, from block 0 alone: some first token lies in the span as it is."""
-        prefix = seen.model.special.prefix[:1]
-        ids = torch.tensor(prefix, device=first.basis.device) if prefix else None
-        return float(first.residual(seen.model.first_inputs(0, ids)).min()) < _OFF
 
     # adapters
 
@@ -272,9 +271,7 @@ class Decode(Attack):
         notes = []
         if signals is None:
             sequences, certificates = rows.by_position()
-            notes.append(
-                "the changes of queries or keys of block 0 were not seen: tokens are placed, and cannot be linked"
-            )
+            notes.append(unlinked(seen, "changes"))
         else:
             linked = rows.link(signals)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
@@ -306,14 +303,14 @@ class Decode(Attack):
         signals = rows.signals()
         notes = []
         if signals is None:
-            notes.append("the query or key gradients of block 0 were not seen: tokens are placed, and cannot be linked")
+            notes.append(unlinked(seen, "gradients"))
             sequences, certificates = rows.by_position()
         else:
             rows, linked = self._completed(rows, signals, how, rng)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
             proven = [s for s, sure in zip(sequences, certificates, strict=True) if sure == "proven"]
             if proven:
-                certificates = _doubted(certificates, overfull(seen, proven, first.rank), notes)
+                certificates = doubted(certificates, overfull(seen, proven, first.rank), notes)
         if model.spec.task == "causal-lm" and sequences:
             # no loss follows the last word, so that it leaves no row: what looks complete lacks it
             certificates = ["likely" if one == "proven" else one for one in certificates]
@@ -345,12 +342,12 @@ class Decode(Attack):
 
     # dropout off
 
-    def _placed(self, seen: Observation, first: Span) -> Reconstruction:
+    def _placed(self, seen: Observation, first: Span, blocks: int | None = None) -> Reconstruction:
         if seen.kind != "gradient":
             raise NotSupportedError(
                 "attack 'decode' takes one gradient with dropout off, and this update is a weight change; use 'dager'"
             )
-        left = matrices(seen, self.blocks)
+        left = matrices(seen, blocks or self.blocks)
         eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
         size = seen.knowledge.batch_size
         solved, guesses, rest = solve(seen.model, left, eps, size, self.max_length, starts=self.starts)
@@ -368,7 +365,7 @@ class Decode(Attack):
             whole = rest.span(0).rank == 0 and len(proven) == len(solved)
             against = apart(seen, [s.tokens for s in proven], [s.weights for s in proven], whole)
         certificates = ["proven" if s.proven else "likely" for s in solved] + ["guess"] * len(guesses)
-        certificates = _doubted(certificates, against, notes)
+        certificates = doubted(certificates, against, notes)
         told = [s.label for s in solved if s.label is not None]
         labels = tuple(told) if not guesses and len(told) == len(solved) else None
         sequences = (*(s.tokens for s in solved), *guesses)
@@ -396,19 +393,10 @@ class Decode(Attack):
                 labels, certificates = told.labels, tuple("proven" if one else "likely" for one in sure)
                 weights = torch.eye(seen.model.spec.labels)[list(labels)].div(size).tolist()
                 against = apart(seen, grown.sentences, weights, whole=True)
-                certificates = tuple(_doubted(certificates, against, notes))
+                certificates = tuple(doubted(certificates, against, notes))
                 if not all(sure):
                     notes = [*notes, f"{sure.count(False)} sentences send too little to be told from others"]
         return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
-
-
-def _doubted(certificates: Sequence[str], against: Sequence[str], notes: list[str]) -> list[str]:
-    """Return certificates without proofs where other shared tensors speak against the sentences, and note it."""
-    if not against or "proven" not in certificates:
-        return list(certificates)
-    more = f" and {len(against) - 1} others" if len(against) > 1 else ""
-    notes.append(f"nothing is proven: {against[0]}{more} cannot be of an honest update with these sentences")
-    return ["likely" if one == "proven" else one for one in certificates]
 
 
 def _ranks(first: Span) -> dict[str, Any]:

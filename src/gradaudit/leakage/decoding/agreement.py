@@ -61,6 +61,21 @@ def overfull(seen: Observation, sentences: Sequence[tuple[int, ...]], rank: int)
     return said
 
 
+def doubted(certificates: Sequence[str], against: Sequence[str], notes: list[str]) -> list[str]:
+    """Return certificates without proofs where other shared tensors speak against the sentences, and note it.
+
+    Args:
+        certificates: of each sentence.
+        against: names of those tensors.
+        notes: to which it is added.
+    """
+    if not against or "proven" not in certificates:
+        return list(certificates)
+    more = f" and {len(against) - 1} others" if len(against) > 1 else ""
+    notes.append(f"nothing is proven: {against[0]}{more} cannot be of an honest update with these sentences")
+    return ["likely" if one == "proven" else one for one in certificates]
+
+
 def _own(
     seen: Observation,
     sentences: Sequence[tuple[int, ...]],

@@ -71,7 +71,7 @@ class Solved:
     tokens: tuple[int, ...]
     label: int | None
     proven: bool
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...]
 
 
 @torch.no_grad()

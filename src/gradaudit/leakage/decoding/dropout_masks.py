@@ -13,6 +13,9 @@ is rounding, so the test for membership is as sharp as without dropout.
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.rowspace.subspace import Span
+from gradaudit.types import Observation
+
 _SMALLEST = 1e-2
 """Coordinates below this share of a typical one are not forbidden: a copy would hardly notice."""
 _PUSH = 0.05
@@ -21,6 +24,24 @@ _SOFTENING = 0.3
 """Reweighting 1 / (distance to the nearer of 0 and 1 + 0.3); 0.1 decodes alike."""
 _CHUNK = 1024
 """Candidates solved together: bounds memory."""
+_WHOLE, _KEPT = 1e-3, 1e-3
+"""A first row this near the span without a mask was not masked: dropout leaves at least a tenth of it outside. And the
+chance that it is kept whole, below which a whole one says that nothing is dropped there."""
+
+
+def unmasked(seen: Observation, first: Span, rate: float | None = None) -> bool:
+    """Say whether nothing is dropped on the way into block 0: some first token lies in the span as it is.
+
+    Args:
+        seen: the observation.
+        first: block 0's span.
+        rate: of dropout somewhere in the model, which may have kept a whole row by chance; None: it is off, or unknown.
+    """
+    if rate and (seen.knowledge.batch_size or 1) * (1 - rate) ** seen.model.width > _KEPT:
+        return False
+    prefix = seen.model.special.prefix[:1]
+    ids = torch.tensor(prefix, device=first.basis.device) if prefix else None
+    return float(first.residual(seen.model.first_inputs(0, ids)).min()) < _WHOLE
 
 
 @torch.no_grad()

@@ -291,3 +291,14 @@ class DecodedRows:
         special = self.model.special
         inner = [i for i in ids if i not in (*special.prefix, *special.suffix)]
         return (*special.prefix, *inner, *special.suffix)
+
+
+def unlinked(seen: Observation, what: str) -> str:
+    """Return what keeps placed tokens from being linked.
+
+    Args:
+        seen: the observation.
+        what: was sent, in words.
+    """
+    missing = " and ".join(f"0:{role}" for role in "qk" if not any(bool(t.any()) for t in seen.role(0, role)))
+    return f"the {what} of {missing} were not seen: tokens are placed, and cannot be linked"
