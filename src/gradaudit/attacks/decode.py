@@ -10,7 +10,7 @@ from gradaudit.defense_traits import ANYTHING, Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
-from gradaudit.leakage.decoding.dropout_masks import unmasked
+from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.decoding.order import order_words
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
@@ -48,10 +48,6 @@ _UNTOLD = (
     "capture(..., training=...)"
 )
 _SHOWN = "how the weights were changed was not told; it is one step of {}, which explains every entry"
-_BEHIND = (
-    "dropout is on, and not where words and positions come in (attention dropout alone): words are placed, and no "
-    "deeper block can check them"
-)
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -155,7 +151,7 @@ class Decode(Attack):
             rate = 0.0
         if rate and seen.kind == "gradient" and not seen.model.causal and unmasked(seen, first, rate):
             found = self._placed(seen, first, 1)
-            return replace(found, notes=(_BEHIND, *found.notes))
+            return replace(found, notes=(BEHIND, *found.notes))
         if rate != 0.0:
             return self._masked(seen, first, rng)
         if seen.kind == "gradient" and not unmasked(seen, first):

@@ -16,6 +16,10 @@ from torch import Tensor
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.types import Observation
 
+BEHIND = (
+    "dropout is on, and not where words and positions come in (attention dropout alone): words are placed, and no "
+    "deeper block can check them"
+)
 _SMALLEST = 1e-2
 """Coordinates below this share of a typical one are not forbidden: a copy would hardly notice."""
 _PUSH = 0.05
