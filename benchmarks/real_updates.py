@@ -91,14 +91,14 @@ def defenses() -> list[Cell]:
 
 
 def decoders() -> list[Cell]:
-    """One step of SmolLM2, two blocks seen, which drops nothing out; then of GPT-2's shape, which does."""
+    """One step of SmolLM2, which drops nothing out; then of GPT-2's shape, which does."""
     step = PRACTICAL | {"dropout": False}
     steps = [step | {"optimizer": "adamw", "weight_decay": 0.01, "learning_rate": rate} for rate in (5e-5, 1e-5)]
     steps.append(step | {"optimizer": "sgd", "learning_rate": 1e-2})
     shape = {"dropout": True, "optimizer": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01}
     return [
         *(
-            Cell("cola", b, n, how, "smollm2", tensors="0,1:q,k,v", seed=DRAW)
+            Cell("cola", b, n, how, "smollm2", tensors="0:q,k,v", seed=DRAW)
             for how in steps
             for b, n in ((1, 10), (4, 5), (8, 3))
         ),

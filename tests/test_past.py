@@ -13,9 +13,6 @@ from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.leakage.decoding.past import read_sentences
 from gradaudit.leakage.decoding.word_signals import WordSignals
-from gradaudit.leakage.uneven.deeper import BLOCK, held_deeper
-from gradaudit.leakage.uneven.entries import entries
-from gradaudit.leakage.uneven.exact_rows import EXPLAINED
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
@@ -156,19 +153,3 @@ def test_without_keys_a_rotary_models_words_come_without_order(llama):
     found = Decode()(seen_of(Client(llama, STEPS[1]), batch, "0:q,v"), stream(0, "attack"))
     assert found.certificates == ("guess",)
     assert set(found.sequences[0]) == set(batch.sequences()[0])
-
-
-def test_the_second_block_completes_what_the_first_left_open_and_drops_what_was_not_sent(llama):
-    texts = ["The nurse called and called and called Miriam.", "She left at nine."]
-    batch = make_batch(llama, texts, [0, 1])
-    seen = seen_of(Client(llama, STEPS[1]), batch, "0,1:q,k,v")
-    sent = [tuple(text) for text in batch.sequences()]
-    words = [word for text in sent for word in text]
-    below = entries(seen, BLOCK)
-    assert below is not None
-    rng = stream(0, "attack")
-    some = [sent[0][:3], sent[1], (*sent[1][:2], sent[0][0])]
-    found = held_deeper(llama, below, some, words, 5, rng)
-    assert found is not None
-    assert sorted(found.sentences) == sorted(sent), "a wrong end goes out, and words of several places go in"
-    assert found.chi2 < EXPLAINED

@@ -260,7 +260,7 @@ class Decode(Attack):
             return None
         details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
         if whole:
-            return followed(seen, changes, found, details, rng)
+            return followed(seen, changes, found, details)
         blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None
         rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
         signals = rows.signals()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -71,20 +70,6 @@ class Explanation:
         return self.chi2 < EXPLAINED and bool((self.apart > APART).all())
 
 
-class Known(Protocol):
-    """Rows that are known, in units of the columns."""
-
-    @property
-    def others(self) -> Tensor:
-        """[e, d] directions of rows that are not known."""
-
-    def rows(self) -> Tensor:
-        """Return the known rows, then the others, [f + e, d]."""
-
-    def moves(self) -> Tensor:
-        """Return [f, d], what the exchange of a mask's bit adds to each coordinate."""
-
-
 @dataclass(frozen=True)
 class Masked:
     """Rows with masks, and directions beside them.
@@ -121,7 +106,7 @@ class Masked:
 
 def explain(
     fitting: Weighted,
-    known: Known,
+    known: Masked,
     apart: Callable[[Tensor], Tensor],
     rng: torch.Generator,
     left: Tensor | None = None,
@@ -212,7 +197,7 @@ class _Judged:
 
 
 def _judged(
-    fitting: Weighted, known: Known, floor: float, left: Tensor | None, columns: Tensor | None = None
+    fitting: Weighted, known: Masked, floor: float, left: Tensor | None, columns: Tensor | None = None
 ) -> _Judged:
     """Judge every mask bit by the signals that the *other* columns fix.
 
