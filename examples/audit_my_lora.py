@@ -61,7 +61,7 @@ def main() -> Examination:
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     given = parser.parse_args()
     fine_tune(given.model, given.rank, given.out)
-    found = examine(given.out, None, [], "all", None, 0, torch.device("cpu"))
+    found = examine(given.out, "decode", [], "all", None, 0, torch.device("cpu"))
     words = found.words or ()
     print(f"{len(words)} words, {sum(word.certain for word in words)} of them for certain:")
     print(", ".join(word.text for word in words))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from gradaudit.bundles.bundle import load_bundle
 from gradaudit.bundles.capture import capture
-from gradaudit.bundles.examine import examine, usual
+from gradaudit.bundles.examine import examine
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
 from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
@@ -78,8 +78,7 @@ def test_a_stock_peft_model_is_captured_and_its_words_are_read(folders, tmp_path
     with capture(model, tmp_path / "up", tokenizer=tokenizer, what=what, training=how, sentences=2):
         step(model, tokenizer, texts, optimizer)
     assert not model.training or integrated
-    found = examine(tmp_path / "up", None, [], "all", None, 0, CPU)
-    assert found.attack == usual(tmp_path / "up") == "decode"
+    found = examine(tmp_path / "up", "decode", [], "all", None, 0, CPU)
     assert {word.text for word in found.words or ()} == words_of(texts)
     assert found.as_json()["words"][0].keys() == {"text", "id", "steps", "certain"}
     bundle = load_bundle(tmp_path / "up")
@@ -231,12 +230,12 @@ def test_words_alone_are_an_answer_of_the_program_and_are_shown(folders, tmp_pat
     texts = sentences([5, 4], 1)
     with capture(model, tmp_path / "up", tokenizer=tokenizer):
         step(model, tokenizer, texts, torch.optim.SGD(model.parameters(), lr=0.1))
-    code, out, err = gradaudit("attack", tmp_path / "up")
+    code, out, err = gradaudit("attack", tmp_path / "up", "--attack", "decode")
     assert code == 0, err
     assert "0 sentences" in out
     assert "9 words, 9 of them for certain" in out
     assert all(word in out for word in words_of(texts))
-    code, out, _ = gradaudit("attack", tmp_path / "up", tmp_path / "up")
+    code, out, _ = gradaudit("attack", tmp_path / "up", tmp_path / "up", "--attack", "decode")
     assert code == 0
     assert out.count("9 words, 9 of them for certain") == 2
 
@@ -248,7 +247,6 @@ def test_a_bundle_that_takes_another_s_place_has_none_of_its_adapters(folders, t
         with capture(one, tmp_path / "up", tokenizer=tokenizer):
             step(one, tokenizer, sentences([3], 1), torch.optim.SGD(one.parameters(), lr=0.1))
     assert load_bundle(tmp_path / "up").model.spec.lora is None
-    assert usual(tmp_path / "up") == "dager"
 
 
 def test_a_decoder_of_next_words_with_tied_embeddings_is_captured_with_its_adapters(folders, tmp_path):
@@ -266,6 +264,6 @@ def test_a_decoder_of_next_words_with_tied_embeddings_is_captured_with_its_adapt
     ids, mask = batch["input_ids"], batch["attention_mask"]
     with capture(model.eval(), tmp_path / "up", tokenizer=tokenizer):
         model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
-    found = examine(tmp_path / "up", None, [], "all", None, 0, CPU)
+    found = examine(tmp_path / "up", "decode", [], "all", None, 0, CPU)
     last = {text.split()[-1] for text in texts}
     assert words_of(texts) - last <= {word.text for word in found.words or ()} <= words_of(texts)

@@ -60,7 +60,7 @@ def test_the_fuzz_would_notice(corpus: Path, monkeypatch):
     def broken(*_, **__):
         raise IndexError("a bug")
 
-    monkeypatch.setattr("gradaudit.cli.load_claims", broken)
+    monkeypatch.setattr("gradaudit.accounting.claim.load_claims", broken)
     one = Input("claims", ("claims", "again.toml"))
     with placed(one, corpus) as folder:
         assert ended(one, folder).fault(one) == "traceback"
