@@ -314,7 +314,8 @@ def test_what_is_called_proven_was_in_the_batch(load, family, noise):
     """On a width of 32 two sentences are often too much to decode: then it must say so, and never prove what is not."""
     model, proven = load(family), 0
     rng = torch.Generator().manual_seed(0)
-    for seed in range(16):
+    tried = 8 if noise == 1e-3 else 16  # of three times the time
+    for seed in range(tried):
         batch = batch_of(model, sentences((3, 3), seed, distinct=seed % 2 == 0))
         seen = seen_of(Client(model, dropout=True), batch, "0:q,k,v", seed=seed)
         added = {n: t + noise * t.abs().max() * torch.randn(t.shape, generator=rng) for n, t in seen.tensors.items()}
@@ -322,7 +323,7 @@ def test_what_is_called_proven_was_in_the_batch(load, family, noise):
         sure = [s for s, c in zip(found.sequences, found.certificates or (), strict=True) if c == "proven"]
         assert set(sure) <= {tuple(s) for s in batch.sequences()}
         proven += len(sure)
-    assert (proven > 4) == (noise < 0.1)
+    assert (proven > tried / 4) == (noise < 0.1)
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -155,8 +155,15 @@ def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):
     assert found.certificates == ("proven",) * 3
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("weights", [(1024.0, 1024.0), (1.0, 1.0), (1e-6, 1e-6), (0.5, 1.5)])
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        *(((w, w), True) for w in (1024.0, 1.0, 1e-6)),
+        ((0.5, 1.5), True),
+        ((1024.0, 1024.0), False),
+        ((0.5, 1.5), False),
+    ],
+)
 def test_a_scaled_or_weighted_loss_makes_no_copies(minilm, weights, told: bool):
     """Gradients that were added up instead of averaged, loss scaling, sentences that count differently."""
     batch = batch_of(minilm, 20, 2)

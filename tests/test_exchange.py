@@ -54,7 +54,6 @@ def test_the_truth_is_likest_and_slopes_are_the_limit_of_differences(load, famil
     [
         ("gpt2", "causal-lm", None),
         ("gpt2", "causal-lm", ("sign", {})),
-        ("gpt2", "causal-lm", ("gaussian", {"sigma": 0.1, "relative": True})),
         ("gpt2", "causal-lm", ("topk", {"keep": 0.2})),
         ("gpt2", "causal-lm", ("clip", {"norm": 0.01})),
         ("gpt2", "causal-lm", ("normalized-gaussian", {"sigma": 1e-3})),
