@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gradaudit.metrics.summary import summarize
+from gradaudit.record import WordScores
 from gradaudit.report import advice, sections
 from gradaudit.verdict.run import verdicts
 from made_reports import Markup, make_info, make_marks, make_record, make_run, make_summaries, page
@@ -21,7 +23,21 @@ def test_the_setting_that_gave_the_least_is_named_where_it_does_not_leak_by_itse
     assert told[-1] == advice.REPEAT
     leaking = [r for r in records if r.setting == "dropout off"]
     both = leaking + [r.model_copy(update={"setting": "again"}) for r in leaking]
-    assert "None of the 2 settings measured here is enough" in steps(both)[1]
+    assert "None of the 2 settings measured here is known to be enough" in steps(both)[1]
+
+
+def test_a_setting_whose_words_leak_is_not_advised_for_its_sentences() -> None:
+    """As adapters: no sentence is read, and every word is named."""
+    records, _ = make_run()
+    leaking = [r for r in records if r.setting == "dropout off"]
+    named = {
+        "words": WordScores(precision=100.0, recall=100.0),
+        "baseline_words": WordScores(precision=0.0, recall=5.0),
+    }
+    quiet = [r.model_copy(update={"setting": "noise 0.01"}) for r in records if r.setting == "noise 0.01"]
+    assert "“noise 0.01” gave the least" in steps(leaking + quiet)[1]
+    told = leaking + [r.model_copy(update=named) for r in quiet]
+    assert "known to be enough" in advice.next_steps(verdicts(summarize(told), told), summarize(told), told)[1]
 
 
 @pytest.mark.parametrize(

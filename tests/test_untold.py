@@ -50,15 +50,15 @@ def test_nothing_that_moved_shows_nothing(load):
 @pytest.mark.minilm
 def test_sentences_are_read_and_proven_where_nothing_was_told(minilm):
     """Neither optimizer, rate, number of sentences, dropout nor defenses."""
-    batch = make_batch(minilm, ["Rufus owes Clara nine euros."], [1])
-    client = Client(minilm, LocalTraining("adamw", 5e-5, weight_decay=0.01), dropout=True)
+    batch = make_batch(minilm, ["Rufus owes Clara nine euros.", "My key lies under the third pot."], [0, 1])
+    client = Client(minilm, LocalTraining("adamw", 2e-5, weight_decay=0.01), dropout=True)
     given = Given(batch_size=False, training=False, dropout=False, defenses=False)
     seen = seen_of(client, batch, "all", given, 3)
     assert seen.knowledge.training is None
     found = Decode()(seen, stream(0, "attack"))
-    assert found.sequences == (tuple(batch.sequences()[0]),)
-    assert found.certificates == ("proven",)
-    assert "one step of AdamW at 5e-05 and weight decay 0.01" in found.notes[-1]
+    assert sorted(found.sequences) == sorted(map(tuple, batch.sequences()))
+    assert found.certificates == ("proven",) * 2
+    assert "one step of AdamW at 2e-05 and weight decay 0.0" in found.notes[-1]
 
 
 @pytest.mark.minilm

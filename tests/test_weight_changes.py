@@ -427,6 +427,20 @@ def test_what_a_fit_brings_back_to_other_rows_of_its_space_is_the_same_product()
 
 
 @pytest.mark.minilm
+@pytest.mark.parametrize(("size", "owed"), [(None, 2), (2, 2), (3, 3)])
+def test_no_more_copies_are_tried_than_there_are_sentences_or_positions_show(minilm, size, owed):
+    """With the first token unknown and two hundred directions that stand out, of what two sentences left."""
+    seen = entries(seen_of(minilm, batch_of(minilm, 4, 1), ADAMW), 0)
+    assert seen is not None
+    decoding = _Decoding(minilm, seen, Search(size, 200, 512, 0.1), torch.Generator())
+    every = torch.ones(3, dtype=torch.bool)
+    decoding.rows, decoding.missing = [Row(t, p, every, torch.ones(3)) for t, p in ((5, 1), (6, 1), (7, 2))], 200
+    (first,) = {(one.token, one.position) for one in decoding.owed()}
+    assert first == (minilm.special.prefix[0], 0)
+    assert decoding.copies(decoding.owed()) == owed
+
+
+@pytest.mark.minilm
 def test_a_copy_of_the_first_token_is_owed_until_there_are_as_many_as_sentences(minilm):
     batch = batch_of(minilm, 4, 2)
     seen = entries(seen_of(minilm, batch, ADAMW), 0)

@@ -76,16 +76,20 @@ def next_steps(judged: Verdicts, summaries: Sequence[Summary], records: Sequence
 
 
 def _least(judged: Verdicts, summaries: Sequence[Summary], records: Sequence[Record]) -> str | None:
-    """Return which of several measured settings gave the least away, by its own strongest attack; None for one."""
+    """Return which of several measured settings gave nothing away that shows, or that none is enough; None for one.
+
+    A setting that leaks in part is none to advise: its words may all be there where no sentence is.
+    """
     best: dict[str, Summary] = {}
     for one in summaries:
         if one.attack != BLIND and strength(one) >= strength(best.get(one.setting, one)):
             best[one.setting] = one
     if judged.overall.level not in ("leaks", "partly") or len(best) < 2:
         return None
-    least = min(best.values(), key=strength)
-    if judged.settings[least.setting].level == "leaks":
-        return f"None of the {len(best)} settings measured here is enough: each leaks by itself."
+    shut = [one for one in best.values() if judged.settings[one.setting].level == "not shown"]
+    if not shut:
+        return f"None of the {len(best)} settings measured here is known to be enough: none was without a leak."
+    least = min(shut, key=strength)
     kind = scores_of(least.scores)
     mean, blind = (number_of(found[kind.main].mean, kind[kind.main].digits) for found in (least.scores, least.baseline))
     own = [r for r in records if (r.setting, r.attack) == (least.setting, least.attack)]

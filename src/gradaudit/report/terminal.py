@@ -128,6 +128,8 @@ def _words_line(row: Summary) -> str:
     words, blind = row.words or {}, row.baseline_words or {}
     line = f"words that {row.attack} names: {_cell(words['recall'], _OUT_OF)} of all (blind "
     line += f"{_cell(blind['recall'], _OUT_OF, between=False)}), {_cell(words['precision'], _OUT_OF)} of them right"
+    if words["sensitive"].mean is not None:
+        line += f", names and numbers among them: {_cell(words['sensitive'], _OUT_OF)}"
     told = words["minibatch"]
     return line if told.mean is None else f"{line}, local steps told for {_cell(told, _OUT_OF)}"
 
@@ -176,7 +178,7 @@ def _empty_table(row: Summary, kind: Scores) -> Table:
     interval = "; in brackets the 95% interval over batches" if row.n > 1 else ""
     unmeasured = [n for n in kind.optional if (own := row.scores.get(n)) is None or own.mean is None]
     said = kind.said + "".join(f", {kind[name].title} not measured" for name in unmeasured)
-    names = "; names: names and numbers found" if _has_names(kind) else ""
+    names = "; names: names and numbers found in sentences" if _has_names(kind) else ""
     table = Table(
         title=f"[bold]{escape(row.setting)}[/bold], {batches}",
         title_justify="left",

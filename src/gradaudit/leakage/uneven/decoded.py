@@ -225,14 +225,13 @@ class _Decoding:
         """
         known = Counter((row.token, row.position) for row in self.rows)
         first = [(token, place) for place, token in enumerate(self.model.special.prefix)]
-        short = 0 if self.whole else self.how.size or 0
+        short = 0 if self.whole else self.sentences()
         return [Candidate(math.inf, token, place) for token, place in first if known[token, place] < short]
 
     def loud(self, inputs: MaskedInputs) -> list[Candidate]:
         """Return the words that explain most of what is left; see `overlooked`."""
         never = self.model.special.ids - {*self.model.special.prefix, *self.model.special.suffix}
-        every = [t for t in range(self.model.vocabulary_size) if t not in never]
-        ids = torch.tensor(every, device=inputs.basis.device)
+        ids = torch.tensor([t for t in range(self.model.vocabulary_size) if t not in never]).to(inputs.basis.device)
         masked = self.masked(inputs)
         left = self.fitting.signals(masked.rows(), _COARSE[-1])
         last = max(row.position for row in self.rows) + 1 if self.model.absolute_positions else 0
@@ -264,7 +263,11 @@ class _Decoding:
     def copies(self, loud: Sequence[Candidate]) -> int:
         """Return how many rows more may be the one word's that is heard."""
         known = sum((row.token, row.position) == (one.token, one.position) for one in loud for row in self.rows)
-        return max(1, min(self.missing, (self.how.size or self.missing + known) - known))
+        return max(1, min(self.missing, self.sentences() - known))
+
+    def sentences(self) -> int:
+        """Return how many sentences there are: where nobody knows, the least, as many as have rows at one position."""
+        return self.how.size or max(Counter(row.position for row in self.rows).values(), default=0)
 
     def drawn(self, inputs: MaskedInputs, one: Candidate, masked: bool) -> Row:
         """Return a candidate's row, under a mask drawn at random where it must differ from its copies."""
