@@ -125,7 +125,7 @@ class Decode(Attack):
         found = self.run(replace(seen, knowledge=replace(seen.knowledge, training=how)), rng)
         if found.certificates and "proven" not in found.certificates:
             return replace(found, notes=(*found.notes, _UNTOLD))
-        decay = f" and weight decay {how.weight_decay:g}" if how.weight_decay else ""
+        decay = f" and a weight decay of about {how.weight_decay:g}" if how.weight_decay else ""
         step = f"AdamW at {how.learning_rate:g}{decay}" if how.optimizer == "adamw" else "SGD"
         return replace(found, notes=(*found.notes, _SHOWN.format(step)))
 
