@@ -1,13 +1,12 @@
 """What is read from the updates that clients really send: weight changes of AdamW and SGD, low precision, noise.
 
-    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences peers precision defenses decoders
+    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences peers precision defenses decoders untold
 
 Dropout 0.1 is on in every cell of a model that has it, labels and lengths are unknown. Draw 2026 was not used in
 development. Groups: adamw (one step with frozen word and position embeddings, and one as the transformers Trainer takes
 it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings trained), peers (TAG and
 LAMP on the latter, every step replayed), precision (autocast, bfloat16), defenses (noise, pruning),
-decoders. Records go to
-out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+decoders, untold. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -106,6 +105,20 @@ def decoders() -> list[Cell]:
     ]
 
 
+def untold() -> list[Cell]:
+    """One step of which the attacker knows neither optimizer, rate, decay, dropout nor the number of sentences."""
+    nothing = {"knowledge": dict.fromkeys(("training", "batch_size", "dropout", "defenses"), False)}
+    steps = (
+        {"optimizer": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01},
+        {"optimizer": "sgd", "learning_rate": 0.01},
+    )
+    return [
+        Cell("cola", b, n, {"dropout": True, **step}, seed=DRAW, more=nothing)
+        for step in steps
+        for b, n in ((1, 10), (4, 5))
+    ]
+
+
 GROUPS = {
     "adamw": adamw,
     "sgd": sgd,
@@ -115,6 +128,7 @@ GROUPS = {
     "precision": precision,
     "defenses": defenses,
     "decoders": decoders,
+    "untold": untold,
 }
 COLUMNS = (
     "update", "model", "B", "batches", "load b/d", "R-1", "R-L", "exact %", "proven", "proven, wrong", "blind R-L",
@@ -135,6 +149,8 @@ def said(cell: Cell) -> str:
     made += [f"{k.replace('_', ' ')} {v}" for k, v in own.items()]
     made += [" ".join(str(v) for v in one.values()) for one in cell.defense]
     made.append("embeddings frozen" if cell.client.get("freeze") else "all trained")
+    if cell.more:
+        made.append("nothing told")
     if (attack := dict(cell.attack)) != {"name": "decode"}:
         made.append(" ".join([f"by {attack.pop('name')}:", *(f"{v} {k}" for k, v in attack.items())]))
     return ", ".join(made)
