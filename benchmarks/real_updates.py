@@ -1,12 +1,14 @@
 """What is read from the updates that clients really send: weight changes of AdamW and SGD, low precision, noise.
 
-    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences peers precision defenses decoders untold
+    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences peers precision defenses decoders \\
+        untold
 
 Dropout 0.1 is on in every cell of a model that has it, labels and lengths are unknown. Draw 2026 was not used in
 development. Groups: adamw (one step with frozen word and position embeddings, and one as the transformers Trainer takes
 it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings trained), peers (TAG and
 LAMP on the latter, every step replayed), precision (autocast, bfloat16), defenses (noise, pruning),
-decoders, untold. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+decoders, untold. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count
+0.
 """
 
 from __future__ import annotations
@@ -108,10 +110,8 @@ def decoders() -> list[Cell]:
 def untold() -> list[Cell]:
     """One step of which the attacker knows neither optimizer, rate, decay, dropout nor the number of sentences."""
     nothing = {"knowledge": dict.fromkeys(("training", "batch_size", "dropout", "defenses"), False)}
-    steps = (
-        {"optimizer": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01},
-        {"optimizer": "sgd", "learning_rate": 0.01},
-    )
+    adam = {"optimizer": "adamw", "learning_rate": 5e-5, "weight_decay": 0.01}
+    steps = (adam, {"optimizer": "sgd", "learning_rate": 0.01})
     return [
         Cell("cola", b, n, {"dropout": True, **step}, seed=DRAW, more=nothing)
         for step in steps
