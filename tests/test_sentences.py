@@ -26,7 +26,13 @@ from test_linking import HEADS, SIZE, made
 FIRST, LAST = 101, 102
 
 
-def linked(monkeypatch, groups: list[list[int]], parts: tuple[Tensor, ...], positions: list[int]) -> sentences.Linked:
+def linked(
+    monkeypatch,
+    groups: list[list[int]],
+    parts: tuple[Tensor, ...],
+    positions: list[int],
+    draws: tuple[tuple[Tensor, ...], ...] = (),
+) -> sentences.Linked:
     """Certify given groups of rows; tokens are framed where they stand first or last in their group."""
     tokens = [2000 + i for i in range(len(positions))]
     for members in groups:
@@ -39,8 +45,9 @@ def linked(monkeypatch, groups: list[list[int]], parts: tuple[Tensor, ...], posi
     monkeypatch.setattr(sentences, "group", lambda *_: groups)
     monkeypatch.setattr(DecodedRows, "_changes", lambda *_: [])
     monkeypatch.setattr(Signals, "affinity", lambda self, positions: torch.zeros(len(positions), len(positions)))
-    none = torch.zeros(0, HEADS, SIZE, dtype=torch.double)
-    return rows.link(Signals(*parts, hidden=(none, none), beside=torch.zeros(1, 0)))
+    hidden, beside = (torch.zeros(0, HEADS, SIZE, dtype=torch.double),) * 2, torch.zeros(1, 0)
+    rows._blurred = [Signals(*drawn, hidden, beside) for drawn in draws]
+    return rows.link(Signals(*parts, hidden, beside))
 
 
 def in_order(positions: list[int], sentence: list[int], which: int) -> list[int]:
@@ -79,6 +86,21 @@ def test_the_worst_member_decides(monkeypatch):
     left, _ = Signals(toward_q, toward_k, q, k, (none, none), torch.zeros(1, 0)).left(torch.tensor(right[0]))
     assert float(left.min()) < sentences.CLOSED < float(left.max()), "one member alone is over the limit"
     assert linked(monkeypatch, right, (toward_q, toward_k, q, k), positions).certificates == ["likely", "proven"]
+
+
+@pytest.mark.parametrize("alike", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("told", [0.3, 1.0])
+def test_signals_with_an_error_are_proven_where_they_leave_no_more_than_that(monkeypatch, alike: float, told: float):
+    """However like the draw of the error happens to be to the error itself; told too small, nothing is."""
+    toward_q, toward_k, q, k, positions, sentence = made([8, 9])
+    right = [in_order(positions, sentence, s) for s in range(2)]
+    rng = torch.Generator().manual_seed(0)
+    error, other = (0.01 * torch.randn(toward_q.shape, generator=rng, dtype=torch.double) for _ in range(2))
+    draw = told * (alike * error if alike else other)
+    seen = toward_q + error
+    draws = tuple((seen + sign * draw, toward_k, q, k) for sign in (1, -1))
+    found = linked(monkeypatch, right, (seen, toward_k, q, k), positions, draws)
+    assert found.certificates == ["proven" if told == 1.0 else "likely"] * 2
 
 
 def test_a_set_too_long_for_its_heads_is_not_proven(monkeypatch):

@@ -261,7 +261,7 @@ class Decode(Attack):
         details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
         if whole:
             return followed(seen, changes, found, details)
-        blurred = found.gradient(seen, changes, drawn=True) if found.told.whole else None
+        blurred = [found.gradient(seen, changes, drawn) for drawn in (1.0, -1.0)] if found.told.whole else []
         rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
         signals = rows.signals()
         notes = []

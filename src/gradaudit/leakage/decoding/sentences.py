@@ -15,6 +15,7 @@ are not certified yet. There they decode where they did not in the whole row spa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,17 +118,16 @@ class DecodedRows:
         seen: the observation.
         inputs: what dropout masks, and the span.
         found: the rows.
-        blurred: the observation with one more draw of the gradient's error added; None where it is known exactly.
+        blurred: the observation with a draw of the gradient's error added, and with it taken off; empty where the
+            gradient is known exactly.
     """
 
-    _blurred: Signals | None = None
-
     def __init__(
-        self, seen: Observation, inputs: MaskedInputs, found: list[Row], blurred: Observation | None = None
+        self, seen: Observation, inputs: MaskedInputs, found: list[Row], blurred: Sequence[Observation] = ()
     ) -> None:
         self.seen, self.inputs, self.found = seen, inputs, found
-        if blurred is not None:
-            self._blurred = DecodedRows(blurred, inputs, found).signals()
+        made = (DecodedRows(one, inputs, found).signals() for one in blurred)
+        self._blurred = [one for one in made if one is not None]
         self.model, self.size = seen.model, seen.knowledge.batch_size
 
     def rate(self) -> float:
@@ -200,10 +200,12 @@ class DecodedRows:
         left, foreign = seen.left(torch.tensor(members, device=seen.queries.device))
         spare = conditions(len(members), heads, width) / max(foreign.numel(), 1e-9)
         closed = CLOSED
-        if self._blurred is not None:
-            # a second draw of the error leaves as much again, where the first is all that was left
-            twice, _ = self._blurred.left(torch.tensor(members, device=seen.queries.device))
-            noise = float((twice.square() - left.square()).mean().clamp_min(0).sqrt())
+        if self._blurred:
+            # a second draw of the error leaves as much again, where the first is all that was left; added and taken
+            # off, what the two have in common by chance falls out
+            of = torch.tensor(members, device=seen.queries.device)
+            twice = torch.stack([blurred.left(of)[0].square() for blurred in self._blurred])
+            noise = float((twice.mean(0) - left.square()).mean().clamp_min(0).sqrt())
             closed = max(CLOSED, min(_NOISY * noise, _MOST_NOISY))
             left = left.square().mean(0, keepdim=True).sqrt()
         return certificate(complete, float(left.max()), len(members), width, spare, closed), foreign

@@ -79,15 +79,15 @@ class DecodedChange:
     entering: Tensor
     rank: int
 
-    def gradient(self, seen: Observation, entries: Entries, drawn: bool = False) -> Observation:
+    def gradient(self, seen: Observation, entries: Entries, drawn: float = 0.0) -> Observation:
         """Return the observation with the gradient that these rows and signals make in place of the weight change.
 
         Args:
             seen: the observation.
             entries: of its block 0.
-            drawn: add the draw of the error.
+            drawn: how much of the draw of the error is added.
         """
-        signals = self.told.left + self.told.noise if drawn else self.told.left
+        signals = self.told.left + drawn * self.told.noise
         return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.entering))
 
     def words(self, model: TextModel, entries: Entries) -> WordSignals | None:
