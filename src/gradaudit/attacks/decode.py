@@ -25,7 +25,8 @@ from gradaudit.leakage.uneven.by_step import named_by_step
 from gradaudit.leakage.uneven.decoded import decode_change
 from gradaudit.leakage.uneven.entries import entries
 from gradaudit.leakage.uneven.followed import LAST_MISSING, NOT_EXPLAINED, followed
-from gradaudit.leakage.uneven.untold import step_shown
+from gradaudit.leakage.uneven.undropped import undropped
+from gradaudit.leakage.uneven.untold import shown, step_shown
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -47,7 +48,6 @@ _UNTOLD = (
     "how the weights were changed was not told (optimizer, rate, sentences): a server that knows reads far more; see "
     "capture(..., training=...)"
 )
-_SHOWN = "how the weights were changed was not told; it is one step of {}, which explains every entry"
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -125,9 +125,7 @@ class Decode(Attack):
         found = self.run(replace(seen, knowledge=replace(seen.knowledge, training=how)), rng)
         if found.certificates and "proven" not in found.certificates:
             return replace(found, notes=(*found.notes, _UNTOLD))
-        decay = f" and a weight decay of about {how.weight_decay:g}" if how.weight_decay else ""
-        step = f"AdamW at {how.learning_rate:g}{decay}" if how.optimizer == "adamw" else "SGD"
-        return replace(found, notes=(*found.notes, _SHOWN.format(step)))
+        return replace(found, notes=(*found.notes, shown(how)))
 
     def _read(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Read sentences, or what is left of them.
@@ -250,11 +248,14 @@ class Decode(Attack):
         # what acts on a weight change is none of the optimizer's errors
         countered = all_traits(known.defenses) <= _READ if seen.kind == "gradient" else True
         whole = not model.absolute_positions or known.dropout == 0.0
-        changes = entries(seen, 0) if countered and (model.causal or not whole) else None
+        changes = entries(seen, 0) if countered else None
         if changes is None or (self._orderable(seen) and changes.unsure() > _DROWNED):
             return None
         rate, least = 0.0 if whole else known.dropout or 0.1, least_kept(known.dropout, model.width)
         how = Search(known.batch_size, self.candidates, self.max_length, rate, least)
+        clean = undropped(seen, changes, how, self.starts, rng) if not (known.dropout or model.causal) else None
+        if clean or (whole and not model.causal):
+            return clean
         found = decode_change(model, changes, how, rng)
         if found is None or len(found.rows) < _MOST_ROWS * found.rank:
             return None
@@ -341,7 +342,7 @@ class Decode(Attack):
     def _placed(self, seen: Observation, first: Span, blocks: int | None = None) -> Reconstruction:
         if seen.kind != "gradient":
             raise NotSupportedError(
-                "attack 'decode' takes one gradient with dropout off, and this update is a weight change; use 'dager'"
+                "attack 'decode' found no sentence: of a change with dropout off it needs one step's blocks 0 and 1"
             )
         left = matrices(seen, blocks or self.blocks)
         eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps

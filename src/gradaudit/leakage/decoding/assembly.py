@@ -16,9 +16,10 @@ from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
-_FITS = 5e-4
-"""A sentence whose rows in block 1 all lie this near the span fits it: right ones are at 5e-6, and one wrong word puts
-its sentence above 5e-2."""
+_FITS, _FITS_ABOUT = 5e-4, 3.0
+"""A sentence whose rows in block 1 lie this near the span, in their root mean square, fits it: right ones are at 5e-6,
+and one wrong word puts a row above 5e-2. In a span that is not known exactly, so many expected distances (MiniLM,
+AdamW: right ones at 1.0 to 2.3, the nearest wrong ones at 4.8)."""
 _WEAK, _MOST = 1e-3, 2.0
 """Pairs are kept with at least this share of the strongest signal, and at most so many times the rank of them: linking
 costs their number cubed."""
@@ -32,6 +33,8 @@ _WORST = 8
 """Positions at which exchanges are tried first, those with the worst rows."""
 _OPTIONS, _TURNS = 24, 24
 """Tokens tried a position, those that the sentence's other tokens attend to most first, and exchanges of a proposal."""
+_GAIN = 1e-3
+"""Fall of the mean square distance for which a token is exchanged."""
 _ROWS = 8192
 """Token rows of candidate sentences evaluated together: bounds memory."""
 
@@ -82,9 +85,8 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
         model: an encoder, dropout off.
         rest: the gradient; its block 0 must hold queries or keys.
         first: block 0's span of it.
-        found: candidate pairs of the whole gradient, which is sharper than what is left of it.
+        found: candidate pairs.
     """
-    found = found.pick(first.residual(found.rows) < _NEAR)
     if len(found) == 0:
         none = first.values.new_zeros(0)
         return Placed(found, none, none.new_zeros((0, 0)), 0)
@@ -164,7 +166,7 @@ def propose(model: TextModel, placed: Placed, lengths: int = 6) -> list[tuple[in
 
 @torch.no_grad()
 def misfit(model: TextModel, span: Span, sentences: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-    """Return the distance of each sentence's rows from a deeper block's span, and its mean square.
+    """Return the distance of each sentence's rows from a deeper block's span, and its mean square, of which 1 fits.
 
     Args:
         model: the model.
@@ -180,7 +182,8 @@ def misfit(model: TextModel, span: Span, sentences: Sequence[tuple[int, ...]]) -
     for length in sorted({len(s) for s in sentences}):
         for some in torch.split(torch.where(lengths == length)[0], max(1, _ROWS // length)):
             ids = torch.tensor([sentences[i] for i in some.tolist()], device=device)
-            out[some, :length] = span.residual(model.attention_inputs(span.layer, ids)).to(out)
+            rows = model.attention_inputs(span.layer, ids)
+            out[some, :length] = (span.residual(rows) / (_FITS_ABOUT * span.expected(rows)).clamp_min(_FITS)).to(out)
     inside = torch.arange(out.shape[1], device=device)[None] < lengths[:, None]
     return out, (out.square() * inside).sum(1) / lengths
 
@@ -206,7 +209,7 @@ def descend(
     linked = tokens[: placed.linked]
     repeated = linked[(linked[:, None] == linked[None]).sum(1) > 1]  # at two positions: these are placed least surely
     for _ in range(_TURNS):
-        if float(residuals.max()) < _FITS:
+        if float(residuals.square().mean()) < 1:
             break
         here = {
             int(p): i
@@ -239,7 +242,7 @@ def descend(
                 continue
             scores, values = misfit(model, second, tried)
             best = int(values.argmin())
-            if float(values[best]) < float(residuals.square().mean()) - 1e-9:
+            if float(values[best]) < float(residuals.square().mean()) - _GAIN:
                 better = tried[best], scores[best, : len(tried[best])]
                 break
         if better is None:
@@ -407,7 +410,8 @@ def solve(
         first = rest.span(0)
         if not 0 < first.rank < model.width:
             break
-        placed = place(model, rest, first, pairs)
+        # candidates are those of the whole gradient, which is sharper than what is left of it
+        placed = place(model, rest, first, pairs.pick(first.residual(pairs.rows) < _NEAR))
         proposals = propose(model, placed)
         if not proposals:
             break
@@ -415,15 +419,15 @@ def solve(
             ranked = [(float(at), s) for at, s in enumerate(proposals)]
             break
         second = rest.span(deeper[0])
-        scores, values = misfit(model, second, proposals)
+        _, values = misfit(model, second, proposals)
         before = len(solved)
         ranked = []
         for at in values.argsort().tolist()[:starts]:
-            if len(solved) > before and float(scores[at, : len(proposals[at])].max()) >= _FITS:
+            if len(solved) > before and float(values[at]) >= 1:
                 break  # a smaller gradient is easier: place the words anew
             sentence, residuals = descend(model, second, placed, proposals[at])
-            if float(residuals.max()) >= _FITS:
-                ranked.append((float(residuals.square().mean()), sentence))
+            if (far := float(residuals.square().mean())) >= 1:
+                ranked.append((far, sentence))
                 continue
             taken = take_out(model, rest, sentence, shares, deeper)
             if taken is None:  # it fits, and cannot be told apart from the rest: the first of the guesses
@@ -444,18 +448,18 @@ def solve(
         if len(solved) == before:
             break
     if rest.span(0).rank == 0:  # there is no other
-        return solved if size is None else _copied(solved, taken_shares, size), [], rest
+        return solved if size is None else copied(solved, taken_shares, size), [], rest
     expected = size or 0
     if size is None and placed is not None and ranked:  # at least as many as pairs with signal at one position
         expected = int(placed.pairs.positions.bincount().max())
     missing = max(0, expected - len(solved))
-    guesses = _different(ranked, missing)
+    guesses = different(ranked, missing)
     if deeper and placed is not None and len(placed.pairs) and len(guesses) < missing:
         guesses += _grouped(model, placed, missing - len(guesses), guesses)
     return solved, guesses, rest
 
 
-def _copied(solved: list[Solved], shares: Sequence[float | None], size: int) -> list[Solved]:
+def copied(solved: list[Solved], shares: Sequence[float | None], size: int) -> list[Solved]:
     """Return the sentences that make up a whole gradient, each as often as it was in the batch.
 
     A loss may be scaled, and all shares with it: a share tells copies only where all are whole parts of a batch's sum.
@@ -494,7 +498,7 @@ def _grouped(model: TextModel, placed: Placed, count: int, guesses: list[tuple[i
     return [(*special.prefix, *(pairs[free[i]][1] for i in members), *special.suffix) for members in longest]
 
 
-def _different(ranked: list[tuple[float, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
+def different(ranked: list[tuple[float, tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
     """Return the best sentences that differ from one another in at least half of their tokens."""
     chosen: list[tuple[int, ...]] = []
     for _, sentence in sorted(ranked):

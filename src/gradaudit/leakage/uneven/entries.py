@@ -89,9 +89,14 @@ class Entries:
         blur = torch.finfo(self.rounded).eps / (_UNIFORM * _SUMMED) * self.own(gradient)
         return replace(self, spread=self.spread.hypot(self.step.slope(gradient) * blur))
 
-    def error(self, gradient: Tensor) -> Tensor:
-        """Return the standard deviation of y at a gradient, [n, d]: of the weights' grid and of the gradient."""
-        return self.spread.hypot(self.step.slope(gradient) * self.own(gradient))
+    def error(self, gradient: Tensor, times: float = 1.0) -> Tensor:
+        """Return the standard deviation of y at a gradient, [n, d]: of the weights' grid and of the gradient.
+
+        Args:
+            gradient: [n, d].
+            times: how much more than a sum over tokens alone has rounded it.
+        """
+        return self.spread.hypot(self.step.slope(gradient) * times * self.own(gradient))
 
 
 def grid(weights: Tensor) -> Tensor:

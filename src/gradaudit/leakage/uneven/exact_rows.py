@@ -134,7 +134,7 @@ def explain(
     drawn = solved(rows, weights, weights.sqrt() * noise)
     least = apart(_judged(fitting, known, FINE[-1], left).energy)
     alone = inverses(normal_matrices(rows, weights), _RIDGE).diagonal(dim1=1, dim2=2)
-    own = left.square() / alone
+    own = torch.where(alone > 0, left.square() / alone, 0.0)
     sharp = float(own.sum(0).min()) > (EXPLAINED - 1) * free
     chi2 = float(off.square().sum()) / free
     errors = alone.clamp_min(0).sqrt() * fitting.lines

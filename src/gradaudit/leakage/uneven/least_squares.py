@@ -25,8 +25,12 @@ def normal_matrices(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def inverses(matrices: Tensor, ridge: float) -> Tensor:
-    """Return the inverses of normal matrices, each scaled to a diagonal of ones, to which the ridge is added."""
-    scale = matrices.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt()
+    """Return the inverses of normal matrices, each scaled to a diagonal of ones, to which the ridge is added.
+
+    What a line says nothing of has an inverse of 0: all its entries may be bounds that hold.
+    """
+    size = matrices.diagonal(dim1=1, dim2=2)
+    scale = torch.where(size > 0, size.clamp_min(torch.finfo(matrices.dtype).tiny).rsqrt(), 0.0)
     both = scale[:, :, None] * scale[:, None, :]
     scaled = matrices * both
     scaled.diagonal(dim1=1, dim2=2).add_(ridge)

@@ -63,6 +63,13 @@ def step_shown(seen: Observation) -> LocalTraining | None:
     return LocalTraining("adamw", rate, weight_decay=shrunk)
 
 
+def shown(how: LocalTraining) -> str:
+    """Return a note of the step that explains every entry."""
+    decay = f" and a weight decay of about {how.weight_decay:g}" if how.weight_decay else ""
+    step = f"AdamW at {how.learning_rate:g}{decay}" if how.optimizer == "adamw" else "SGD"
+    return f"how the weights were changed was not told; it is one step of {step}, which explains every entry"
+
+
 def _moved(seen: Observation) -> tuple[Tensor, Tensor]:
     """Return the changes of entries that changed, and the weights before, [n] each, of matrices alone."""
     parameters = seen.model.parameters()
