@@ -128,7 +128,7 @@ def test_with_dropout_on_the_attack_that_reads_it_goes_first_and_the_rest_is_not
 
 
 def test_a_weight_change_that_the_first_cannot_read_is_read_by_another(load):
-    seen = update(load, (3,), training=LocalTraining("sgd", 1e-3, 1))
+    seen = update(load, training=LocalTraining("sgd", 1e-3, 2, momentum=0.9))
     found = Auto(suite=("decode", "dager"))(seen, stream(0, "attack"))
     assert found.by == "dager"
     assert notes(found).startswith("auto tried: decode (nothing: ")

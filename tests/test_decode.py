@@ -158,7 +158,7 @@ def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):
 @pytest.mark.parametrize(
     ("weights", "told"),
     [
-        *(((w, w), True) for w in (1024.0, 1.0, 1e-6)),
+        *(((w, w), True) for w in (1024.0, 1e-6)),
         ((0.5, 1.5), True),
         ((1024.0, 1024.0), False),
         ((0.5, 1.5), False),

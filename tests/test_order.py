@@ -54,13 +54,7 @@ def test_every_word_gets_a_place_before_one_is_repeated():
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "evaluations"),
-    [
-        ("sign", {}, 400),
-        ("gaussian", {"sigma": 0.5, "relative": True}, 30),
-        ("quantize", {"bits": 8}, 30),
-        ("quantize", {"bits": 16}, 30),
-    ],
+    ("name", "fields", "evaluations"), [("sign", {}, 400), ("gaussian", {"sigma": 1.5, "relative": True}, 30)]
 )
 def test_one_sentence_comes_back_in_order_through_a_defense_and_is_a_guess(minilm, name, fields, evaluations):
     batch, seen = seen_of(minilm, KEY, name, fields)

@@ -72,7 +72,8 @@ def noised(seen: Observation, seed: int) -> Observation:
 @pytest.mark.parametrize(("family", "task"), SETTINGS)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_nothing_and_noise_tell_nothing(load, name, family, task, what):
-    model, scores, rounds = load(family, task), [], 4
+    # nothing is the same nothing whatever the batch
+    model, scores, rounds = load(family, task), [], {"zero": 1, "noise": 4}[what]
     for seed in range(rounds):
         batch = batch_of(model, sentences((5,), seed))
         seen = seen_of(Client(model, dropout=name == "decode"), batch, given=GIVEN)

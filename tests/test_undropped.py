@@ -13,6 +13,7 @@ from gradaudit.data.text import make_batch
 from gradaudit.errors import NotSupportedError
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
+from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining
 from tiny_models import ENCODERS, batch_of, seen_of, sentences, tiny
@@ -131,6 +132,27 @@ def test_a_block_of_another_batch_proves_nothing(load):
     mixed = {name: (forged if name in names else seen).tensors[name] for name in seen.tensors}
     with pytest.raises(NotSupportedError, match="no sentence"):
         Decode()(replace(seen, tensors=mixed), stream(0, "attack"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("quantize", {"bits": 8}),
+        ("quantize", {"bits": 16}),
+        ("gaussian", {"sigma": 0.05, "relative": True}),
+        ("normalized-gaussian", {"sigma": 1e-3}),
+        ("random-pruning", {"rate": 0.3}),
+    ],
+    ids=str,
+)
+def test_gradients_behind_integers_noise_and_pruning_are_proven(load, name, fields):
+    """Each tensor may have been normalized by itself."""
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 3), 1), [1, 0])
+    client = Client(model, defenses=(build("defense", name, fields),))
+    found = Decode()(seen_of(client, batch, "all", Given()), stream(0, "attack"))
+    assert set(found.sequences) == set(told(batch))
+    assert found.certificates == ("proven",) * 2
 
 
 def test_one_block_alone_is_refused_and_says_what_is_missing(load):

@@ -94,9 +94,7 @@ class Decode(Attack):
     def __post_init__(self) -> None:
         self._at_least(1, "candidates", "blocks", "starts", "most_words", "order_evaluations", "max_length")
         if not 0 < self.false_discoveries < 1:
-            raise BadInputError(
-                f"attack 'decode': false_discoveries must lie between 0 and 1, got {self.false_discoveries}"
-            )
+            raise BadInputError(f"attack 'decode': false_discoveries must be in (0, 1), got {self.false_discoveries}")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         if seen.model.spec.lora is not None:
@@ -249,13 +247,14 @@ class Decode(Attack):
         countered = all_traits(known.defenses) <= _READ if seen.kind == "gradient" else True
         whole = not model.absolute_positions or known.dropout == 0.0
         changes = entries(seen, 0) if countered else None
-        if changes is None or (self._orderable(seen) and changes.unsure() > _DROWNED):
+        if changes is None:
             return None
         rate, least = 0.0 if whole else known.dropout or 0.1, least_kept(known.dropout, model.width)
         how = Search(known.batch_size, self.candidates, self.max_length, rate, least)
         clean = undropped(seen, changes, how, self.starts, rng) if not (known.dropout or model.causal) else None
-        if clean or (whole and not model.causal):
-            return clean
+        drowned = self._orderable(seen) and changes.unsure() > _DROWNED
+        if drowned or clean or (whole and not model.causal):
+            return None if drowned and clean and clean.notes else clean
         found = decode_change(model, changes, how, rng)
         if found is None or len(found.rows) < _MOST_ROWS * found.rank:
             return None
@@ -342,7 +341,8 @@ class Decode(Attack):
     def _placed(self, seen: Observation, first: Span, blocks: int | None = None) -> Reconstruction:
         if seen.kind != "gradient":
             raise NotSupportedError(
-                "attack 'decode' found no sentence: of a change with dropout off it needs one step's blocks 0 and 1"
+                "attack 'decode' found no sentence: of a change with dropout off it needs one step's blocks 0 and 1; "
+                "use 'dager'"
             )
         left = matrices(seen, blocks or self.blocks)
         eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps

@@ -16,17 +16,16 @@ from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
-_FITS, _FITS_ABOUT = 5e-4, 3.0
+_FITS, _FITS_ABOUT, _ABOUT = 5e-4, 3.0, (5e-3, 0.25)
 """A sentence whose rows in block 1 lie this near the span, in their root mean square, fits it: right ones are at 5e-6,
 and one wrong word puts a row above 5e-2. In a span that is not known exactly, so many expected distances (MiniLM,
-AdamW: right ones at 1.0 to 2.3, the nearest wrong ones at 4.8)."""
+AdamW: right ones at 1.0 to 2.3, the nearest wrong ones at 4.8), no nearer than a fit comes to known entries, and no
+farther than wrong ones may lie (behind noise of 30% of an entry's size: right ones to 0.17, wrong ones from 0.4)."""
 _WEAK, _MOST = 1e-3, 2.0
 """Pairs are kept with at least this share of the strongest signal, and at most so many times the rank of them: linking
 costs their number cubed."""
 _NEAR = 0.02
 """Pairs of the batch stay this near the span of what is left, however much was taken out; others start at 0.05."""
-_MOST_SENTENCES = 64
-"""Largest batch tried when the batch size is not known."""
 _ROUNDED = 1e-2
 """How near a number of sentences that is read off the gradient must be to a whole one."""
 _WORST = 8
@@ -183,7 +182,8 @@ def misfit(model: TextModel, span: Span, sentences: Sequence[tuple[int, ...]]) -
         for some in torch.split(torch.where(lengths == length)[0], max(1, _ROWS // length)):
             ids = torch.tensor([sentences[i] for i in some.tolist()], device=device)
             rows = model.attention_inputs(span.layer, ids)
-            out[some, :length] = (span.residual(rows) / (_FITS_ABOUT * span.expected(rows)).clamp_min(_FITS)).to(out)
+            fits = (_FITS_ABOUT * span.expected(rows)).clamp(*(_ABOUT if span.lost is not None else (_FITS, _FITS)))
+            out[some, :length] = (span.residual(rows) / fits).to(out)
     inside = torch.arange(out.shape[1], device=device)[None] < lengths[:, None]
     return out, (out.square() * inside).sum(1) / lengths
 
@@ -292,7 +292,7 @@ def take_out(
         model: the model.
         rest: the gradient so far.
         sentence: token ids.
-        shares: tried first, as one over the batch size; then the one that the gradient itself tells.
+        shares: tried first, as one over the batch size where it is known; then the one that the gradient itself tells.
         layers: blocks whose ranks must fall, deeper than 0.
     """
     before = [rest.span(layer).rank for layer in layers]
@@ -326,10 +326,15 @@ def _told(own: Sequence[Matrices], shares: Sequence[float]) -> Iterator[tuple[fl
 
 
 def _by_label(rest: Remainder, own: Sequence[Matrices], layer: int) -> Iterator[tuple[float, ...]]:
-    """Yield each label with the share that the gradient itself tells: a loss that was scaled, or weighted."""
+    """Yield each label with the share that the gradient itself tells: of a mean, a scaled or a weighted loss.
+
+    A mean's share is one over a whole number, which is exact where the gradient tells it up to its rounding.
+    """
     for label, gradient in enumerate(own):
         share = _own_share(rest, gradient, layer)
         if share is not None and share > 0:
+            if _whole(1 / share):
+                yield _of_one(label, 1 / round(1 / share), len(own))
             yield _of_one(label, share, len(own))
 
 
@@ -388,8 +393,7 @@ def solve(
         model: an encoder, dropout off.
         left: gradients of q, k, v (what was seen of them) of the first blocks.
         eps: rounding of the gradient's type.
-        size: sentences in the batch; when None, found from the first sentence: its share is the one at which the ranks
-            fall.
+        size: sentences in the batch; when None, found from the first sentence: its share makes the ranks fall.
         longest: positions looked at.
         starts: proposals mended a round, best fitting first.
 
@@ -402,7 +406,7 @@ def solve(
     taken_shares: list[float | None] = []
     told = size  # a scaled loss makes shares look like those of another number of sentences
     pairs = candidate_pairs(model, rest.span(0), longest)
-    shares = [1 / n for n in ([size] if size is not None else range(1, _MOST_SENTENCES + 1))]
+    shares = [] if size is None else [1 / size]
     ranked: list[tuple[float, tuple[int, ...]]] = []
     placed: Placed | None = None
     while told is None or len(solved) < told:

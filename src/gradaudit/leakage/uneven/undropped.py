@@ -94,8 +94,9 @@ class _HeldBatch:
         model: the model.
         blocks: of the update.
 
-    `weights` [n, C] says how much of each sentence's gradient under each label was sent, `chi2` what all leave of the
-    entries, per degree of freedom.
+    `weights` [n, C] says how much of each sentence's gradient under each label was sent, `scales` [out, 1] by what each
+    matrix was multiplied (tensors may have been normalized one by one), `chi2` what all leave of the entries, per
+    degree of freedom.
     """
 
     def __init__(self, model: TextModel, blocks: Sequence[_ReadBlock]) -> None:
@@ -106,6 +107,7 @@ class _HeldBatch:
         self.sentences: list[Text] = []
         self.own: list[list[Tensor]] = [[] for _ in blocks]
         self.weights, self.chi2 = torch.zeros(0), float("inf")
+        self.scales = list[Tensor]()
 
     def add(self, sentence: Text) -> None:
         """Hold one more."""
@@ -124,20 +126,37 @@ class _HeldBatch:
         """Find the weight of each sentence's labels, [n, C]: least squares over all entries as they are known."""
         count, labels = len(self.sentences), self.model.spec.labels
         fits = [block.fitted for block in self.blocks]
+        self.scales = [torch.ones_like(fit[:, :1]) for fit in fits]
         for floor in _SETTLING:
             normal = fits[0].new_zeros((count * labels, count * labels))
             pull = normal[0].clone()
-            for block, own, fit in zip(self.blocks, self.own, fits, strict=True):
-                known = block.fitting.weights(fit, floor)
-                rows = torch.stack(own).flatten(0, 1).flatten(1).double()
-                weighted = rows * known.flatten()
+            known = [block.fitting.weights(fit, floor) for block, fit in zip(self.blocks, fits, strict=True)]
+            for block, own, some in zip(self.blocks, self.sent(), known, strict=True):
+                rows = own.flatten(0, 1).flatten(1)
+                weighted = rows * some.flatten()
                 normal += weighted @ rows.T
                 pull += weighted @ block.fitting.target.flatten()
             scale = normal.diagonal().clamp_min(1e-300).rsqrt()
             inverse = torch.linalg.pinv(normal * scale[:, None] * scale, rtol=_DEPENDENT, hermitian=True)
             self.weights = (scale * (inverse @ (scale * pull))).view(count, labels)
             fits = self.fits()
+            self._rescale(fits, known)
         self.chi2 = self._left()
+
+    def _rescale(self, fits: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+        """Scale each matrix to what was sent, with 1 in the middle."""
+        for at, (block, fit, some) in enumerate(zip(self.blocks, fits, known, strict=True)):
+            pairs = ((some * block.fitting.target * fit), (some * fit.square()))
+            sums = [[float(part.sum()) for part in block.seen.parts(one).values()] for one in pairs]
+            times = [along / size if along > 0 and size > 0 else 1.0 for along, size in zip(*sums, strict=True)]
+            lines = [torch.full((n, 1), t) for n, t in zip(block.seen.groups.values(), times, strict=True)]
+            self.scales[at] = self.scales[at] * torch.cat(lines).to(fit)
+        middle = torch.cat(self.scales).log().mean().exp()
+        self.scales = [scale / middle for scale in self.scales]
+
+    def sent(self) -> list[Tensor]:
+        """Return each block's gradients of the sentences under each label, [n, C, out, d], as they were scaled."""
+        return [torch.stack(own).double() * scale for own, scale in zip(self.own, self.scales, strict=True)]
 
     def drop(self, most: int | None) -> None:
         """Let go of sentences that explain nothing beside the others, and of the least where there are too many."""
@@ -145,8 +164,8 @@ class _HeldBatch:
             return
         fits = self.fits()
         own = self.weights.new_zeros(len(self.sentences))
-        for block, some, fit in zip(self.blocks, self.own, fits, strict=True):
-            sent = torch.einsum("nc,ncod->nod", self.weights, torch.stack(some).double())
+        for block, some, fit in zip(self.blocks, self.sent(), fits, strict=True):
+            sent = torch.einsum("nc,ncod->nod", self.weights, some)
             own += (sent.square() * block.fitting.weights(fit, 0.0)).flatten(1).sum(1)
         loudest = own.argsort(descending=True)[:most].tolist()
         kept = [at for at in sorted(loudest) if float(own[at]) > APART]
@@ -157,7 +176,7 @@ class _HeldBatch:
 
     def fits(self) -> list[Tensor]:
         """Return each block's gradient that the sentences make, in units."""
-        return [torch.einsum("nc,ncod->od", self.weights, torch.stack(own).double()) for own in self.own]
+        return [torch.einsum("nc,ncod->od", self.weights, own) for own in self.sent()]
 
     def rest(self) -> Remainder:
         """Return what the sentences leave of the gradients that were fitted."""
@@ -211,9 +230,10 @@ class _HeldBatch:
         known = [b.fitting.weights(fit, 0.0) for b, fit in zip(self.blocks, self.fits(), strict=True)]
         for start in range(0, len(others), _AT_ONCE):
             growth = known[0].new_zeros(())
-            for own, made, weights in zip(self.own, self.made(others[start : start + _AT_ONCE]), known, strict=True):
-                moved = torch.einsum("c,ncod->nod", self.weights[at].to(made), made - own[at])
-                growth = growth + (moved.double().square() * weights).flatten(1).sum(1)
+            made = self.made(others[start : start + _AT_ONCE])
+            for own, some, scale, weights in zip(self.own, made, self.scales, known, strict=True):
+                moved = torch.einsum("c,ncod->nod", self.weights[at].to(some), some - own[at])
+                growth = growth + ((moved.double() * scale).square() * weights).flatten(1).sum(1)
             least = min(least, float(growth.min()))
         return least
 
