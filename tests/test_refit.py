@@ -33,7 +33,7 @@ def test_under_masks_of_its_own_the_true_text_is_nearest_and_without_them_it_is_
     wrong = [torch.tensor([row]) for row in (exchanged, twice)]
     plain = of.measure(table[torch.stack([batch.ids, *wrong])])
     assert float(plain[1]) < 1.001 * float(plain[0]), "dropout hides the order"
-    steps = 60
+    steps = 40
     refit = Refit(of, table, model.special.pad, steps)
     best = refit.best([*wrong, batch.ids])
     assert torch.equal(best.ids, batch.ids)
