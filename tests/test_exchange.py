@@ -62,7 +62,7 @@ def test_the_truth_is_likest_and_slopes_are_the_limit_of_differences(load, famil
 )
 def test_sentences_come_back_through_defenses(load, family, task, defense):
     client = client_of(load(family, task), *([defense] if defense else []))
-    texts = sentences((5, 5, 5), 7)
+    texts = sentences((5, 5, 5, 5), 7)
     batches = [batch_of(client.model, [text], None if task == "causal-lm" else [1]) for text in texts]
     attack = build("attack", "exchange", {"evaluations": 700, "proposals": 24})
     found = [attack(seen_of(client, b, given=TOLD, seed=n), stream(0, "a")) for n, b in enumerate(batches)]

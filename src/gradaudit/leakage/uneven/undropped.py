@@ -47,6 +47,8 @@ _PASS = 6.0
 gradients differ by 1e-6 of their size, 1.7 to 6 times what a sum makes (MiniLM, 1 to 16 sentences, blocks 0 to 2)."""
 _EVEN = 0.02
 """Shares of a batch are whole multiples of the smallest, copies' too, up to this."""
+_MOST_HELD = 3
+"""Sentences held in turn at most, times those there are: where nothing ever explains all, as under autocast."""
 _AT_ONCE = 16
 """Gradients computed together: bounds memory."""
 
@@ -308,7 +310,7 @@ def _found(
     nearest: list[tuple[float, Text]] = []
     first = batch.rest().span(0)
     tried: set[Text] = set()
-    while not batch.explained():
+    while not batch.explained() and len(tried) < _MOST_HELD * (size or span.rank):
         step(f"decode: {len(batch.sentences)} of {size or '?'} sentences", len(batch.sentences), size)
         before = len(tried)
         placed = place(model, batch.rest(), first, pairs)
