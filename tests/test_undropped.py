@@ -171,6 +171,16 @@ def test_under_autocast_sentences_are_read_and_not_proven(load):
 
 
 @pytest.mark.minilm
+def test_a_real_model_s_rows_are_made_as_autocast_makes_them():
+    """Computed in float32, or held against the span as if they were not rounded, they lie outside."""
+    model = load_model(ModelSpec("minilm"))
+    batch = make_batch(model, ["Rufus owes Clara nine euros.", "My key lies under the third pot."], [0, 1])
+    found = read(model, batch, LocalTraining("none", precision="bf16"), "0-1:q,k,v")
+    assert dict(zip(found.sequences, found.labels or (), strict=True)) == told(batch)
+    assert found.certificates == ("likely",) * 2
+
+
+@pytest.mark.minilm
 def test_a_step_as_the_trainer_takes_it_is_read_though_nothing_was_told():
     model = load_model(ModelSpec("minilm"))
     batch = make_batch(model, ["Rufus owes Clara nine euros.", "My key lies under the third pot."], [0, 1])
