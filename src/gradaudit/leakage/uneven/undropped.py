@@ -74,10 +74,7 @@ class _ReadBlock:
         fit = self.fitting.fit(int(_LARGEST_SHARE * model.width), first=first, beyond=1)
         self.span: Span | None = None
         if fit is not None:
-            # rows are measured as they are before they are rounded, and the span is of those that were
-            blur = 0.0 if seen.rounded is None else torch.finfo(seen.rounded).eps ** 2 / 12
-            lost = fit.lost + blur
-            self.span = Span(fit.basis, torch.ones_like(lost), fit.rank, 1.0, layer, (), lost, fit.scale)
+            self.span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, layer, (), fit.lost, fit.scale)
             self.fitted = fit.left @ fit.rows
 
     def matrices(self, stacked: Tensor) -> Matrices:
