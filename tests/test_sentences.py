@@ -15,7 +15,7 @@ from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.leakage.decoding import sentences
 from gradaudit.leakage.decoding.rows import INSIDE, MaskedInputs, Row, Search, find_rows
-from gradaudit.leakage.decoding.sentences import DecodedRows, Signals, certificate
+from gradaudit.leakage.decoding.sentences import DecodedRows, Signals, certificate, likely_rate
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -122,6 +122,21 @@ def test_a_set_too_long_for_its_heads_is_not_proven(monkeypatch):
 )
 def test_a_proof_needs_all_four(complete: bool, left: float, length: int, spare: float, said: str):
     assert certificate(complete, left, length, 32, spare) == said
+
+
+@pytest.mark.parametrize(
+    ("shown", "bits", "rate"),
+    [
+        (0.095, 3840, 0.1),
+        (0.105, 3840, 0.1),
+        (0.095, 384000, 0.095),
+        (0.151, 3840, 0.15),
+        (0.12, 38400, 0.12),
+        (0.0, 1, 0.0),
+    ],
+)
+def test_a_round_rate_that_masks_may_have_had_is_taken_for_theirs(shown: float, bits: int, rate: float):
+    assert likely_rate(shown, bits) == pytest.approx(rate)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ are not certified yet. There they decode where they did not in the whole row spa
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ _SPARE = 4
 """So many conditions for each unknown that stands for missing rows, or the sentence is not proven."""
 _CHANGES = 64
 """Sentences tried a group that a wrong or a missing member keeps from being proven."""
+_ROUND, _DEVIATIONS = (0.1, 0.05, 0.01), 3.0
+"""Dropout rates are multiples of these, the first sooner than the last, within so many standard deviations."""
 _NEAR = 1e-3
 """A row this near the smaller space is looked at in the whole one: the former is known to about 1e-5."""
 
@@ -55,6 +58,21 @@ def certificate(
     if not complete:
         return "guess"
     return "proven" if left < closed and length <= 8 * head_width and spare >= _SPARE else "likely"
+
+
+def likely_rate(shown: float, bits: int) -> float:
+    """Return the round dropout rate that masks may well have had, or what they show.
+
+    Queries and keys have biases, so that they must be known at their scale: a rate half a percent off leaves more of
+    short sentences than what closes them.
+
+    Args:
+        shown: share of their bits that masks dropped.
+        bits: how many.
+    """
+    within = _DEVIATIONS * math.sqrt(max(shown * (1 - shown), 0.0) / bits)
+    near = (round(shown / step) * step for step in _ROUND)
+    return next((rate for rate in near if abs(rate - shown) <= within), shown)
 
 
 @dataclass(frozen=True)
@@ -138,7 +156,7 @@ class DecodedRows:
         """Return what enters q, k and v, [f, d] float64, at the rate that is known or that the masks show."""
         known = self.seen.knowledge.dropout
         clean, kept = torch.stack([row.clean for row in self.found]), torch.stack([row.kept for row in self.found])
-        return self.inputs.inputs(clean, kept, known if known is not None else self.rate())
+        return self.inputs.inputs(clean, kept, likely_rate(self.rate(), kept.numel()) if known is None else known)
 
     def signals(self) -> Signals | None:
         """Return the signals of all rows, or None when the gradients of block 0's queries or keys were not seen."""
