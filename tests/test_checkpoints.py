@@ -62,7 +62,7 @@ def test_two_folders_give_exact_sentences_with_two_commands(folders, tmp_path, g
     code, out, err = gradaudit("attack", tmp_path / "up", "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert (found["attack"], found["by"]) == ("auto", "dager")
+    assert (found["attack"], found["by"]) == ("auto", "decode")
     assert sorted(found["texts"]) == sorted(TEXTS)
 
 
