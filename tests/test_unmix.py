@@ -35,7 +35,7 @@ def seen_of(model, name: str, fields: dict):
     return batch, tiny_models.seen_of(client, batch, "0-2:q,k,v", Given(), 0)
 
 
-@pytest.mark.parametrize(("name", "fields"), [("sign", {}), ("gaussian", {"sigma": 0.5, "relative": True})])
+@pytest.mark.parametrize(("name", "fields"), [("sign", {}), ("gaussian", {"sigma": 1.0, "relative": True})])
 def test_both_sentences_come_back_as_guesses(minilm, name: str, fields: dict):
     batch, seen = seen_of(minilm, name, fields)
     found = Decode(order_evaluations=80)(seen, stream(0, "attack"))
