@@ -115,8 +115,8 @@ def test_without_positions_words_come_without_order(minilm):
 
 def test_what_a_bundle_says_of_its_size_is_not_believed(minilm):
     seen, _ = change(minilm)
-    words = read_words(seen)
-    assert words is not None
+    words = (read_words(seen) or ())[:16]
+    assert len(words) == 16
     found = read(seen, words, 10**9)
     assert all(len(one) <= minilm.max_length for one in found)
     assert sum(map(len, found)) <= 4 * len(words)
