@@ -26,7 +26,7 @@ from gradaudit.leakage.uneven.decoded import decode_change
 from gradaudit.leakage.uneven.entries import entries
 from gradaudit.leakage.uneven.followed import LAST_MISSING, NOT_EXPLAINED, followed
 from gradaudit.leakage.uneven.undropped import undropped
-from gradaudit.leakage.uneven.untold import shown, step_shown
+from gradaudit.leakage.uneven.untold import UNTOLD, shown, step_shown
 from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
@@ -44,10 +44,6 @@ _DROWNED = 0.5
 are read at noise of .0003 (0.24 to 0.39), not of .001 (0.69 to 0.9; MiniLM, 1 and 4 sentences)."""
 _READ: frozenset[Trait] = frozenset({"zero mean", "support", "unit norm", "scaled", "stand-ins", "one example clipped"})
 """What entries with errors can be read behind: it shows in the entries themselves, or is a scale."""
-_UNTOLD = (
-    "how the weights were changed was not told (optimizer, rate, sentences): a server that knows reads far more; see "
-    "capture(..., training=...)"
-)
 _FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
@@ -122,7 +118,7 @@ class Decode(Attack):
             return self._read(seen, rng)
         found = self.run(replace(seen, knowledge=replace(seen.knowledge, training=how)), rng)
         if found.certificates and "proven" not in found.certificates:
-            return replace(found, notes=(*found.notes, _UNTOLD))
+            return replace(found, notes=(*found.notes, UNTOLD))
         return replace(found, notes=(*found.notes, shown(how)))
 
     def _read(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
@@ -251,10 +247,11 @@ class Decode(Attack):
             return None
         rate, least = 0.0 if whole else known.dropout or 0.1, least_kept(known.dropout, model.width)
         how = Search(known.batch_size, self.candidates, self.max_length, rate, least)
-        clean = undropped(seen, changes, how, self.starts, rng) if not (known.dropout or model.causal) else None
         drowned = self._orderable(seen) and changes.unsure() > _DROWNED
-        if drowned or clean or (whole and not model.causal):
-            return None if drowned and clean and clean.notes else clean
+        if not (known.dropout or model.causal) and (clean := undropped(seen, changes, how, self.starts, rng, drowned)):
+            return clean
+        if drowned or (whole and not model.causal):
+            return None
         found = decode_change(model, changes, how, rng)
         if found is None or len(found.rows) < _MOST_ROWS * found.rank:
             return None

@@ -19,8 +19,9 @@ from gradaudit.progress import step
 _FITS, _FITS_ABOUT, _ABOUT = 5e-4, 3.0, (5e-3, 0.25)
 """A sentence whose rows in block 1 lie this near the span, in their root mean square, fits it: right ones are at 5e-6,
 and one wrong word puts a row above 5e-2. In a span that is not known exactly, so many expected distances (MiniLM,
-AdamW: right ones at 1.0 to 2.3, the nearest wrong ones at 4.8), no nearer than a fit comes to known entries, and no
-farther than wrong ones may lie (behind noise of 30% of an entry's size: right ones to 0.17, wrong ones from 0.4)."""
+AdamW: right ones at 1.0 to 2.3, wrong ones mostly from 4.8, one wrong word of 28 at 2.6), no nearer than a fit comes to
+known entries, and no farther than wrong ones may lie (behind noise of 30% of an entry's size: right ones to 0.17, wrong
+ones from 0.4)."""
 _WEAK, _MOST = 1e-3, 2.0
 """Pairs are kept with at least this share of the strongest signal, and at most so many times the rank of them: linking
 costs their number cubed."""

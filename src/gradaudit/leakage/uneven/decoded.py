@@ -14,7 +14,7 @@ from gradaudit.leakage.decoding.word_signals import WordSignals
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, other_tokens, pulls
-from gradaudit.leakage.uneven.low_rank import FLOORS, Fitting, LowRank
+from gradaudit.leakage.uneven.low_rank import FLOORS, LARGEST_SHARE, NEAR, Fitting, LowRank, started
 from gradaudit.leakage.uneven.overlooked import Candidate, overlooked
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -22,13 +22,6 @@ from gradaudit.types import Observation
 
 _ROUNDS = 8
 """Fits with what the one before decoded."""
-_LARGEST_SHARE = 0.8
-"""Largest rank tried, as a share of the width."""
-_PER_SENTENCE = 5
-"""Directions to start from, a sentence: few sentences are shorter."""
-_NEAR = 5e-3
-"""A row this near the span is looked at, whatever the fit's own error: rows held fixed have wrong bits of small
-coordinates, which put others off by up to 2e-3."""
 _OFF = (EXPECTED_OFF, 3.0, 4.5)
 """How far off a row may lie, in its expected distance, round by round: beside rows that are held fixed the true ones
 that are missing come to lie at 2.5 to 3.5, nearest of all tokens, and a wrong one is dropped again."""
@@ -129,7 +122,7 @@ class _Decoding:
     def __init__(self, model: TextModel, seen: Entries, how: Search, rng: torch.Generator) -> None:
         self.model, self.how, self.rng = model, how, rng
         self.fitting = Fitting(seen, rng)
-        self.most = int(_LARGEST_SHARE * model.width)
+        self.most = int(LARGEST_SHARE * model.width)
         self.rows: list[Row] = []
         self.held = 0
         self.missing = model.width
@@ -143,8 +136,8 @@ class _Decoding:
         """Return the low rank, with the rows found so far held fixed; see `Fitting.fit` for `beyond`."""
         self.held = len(self.rows)
         if inputs is None or not self.rows:
-            first = _PER_SENTENCE * (self.how.size or 1) + 1
-            return Fitting(self.fitting.seen.unread(), self.rng).fit(self.most, first=first, beyond=beyond)
+            fitting = Fitting(self.fitting.seen.unread(), self.rng)
+            return fitting.fit(self.most, first=started(self.how.size), beyond=beyond)
         return self.fitting.fit(self.most, self.masked(inputs).rows(), first=0, beyond=beyond)
 
     def masked(self, inputs: MaskedInputs, others: Tensor | None = None) -> Masked:
@@ -182,7 +175,7 @@ class _Decoding:
         """
         rank, entering = inputs.span.rank, self.masked(inputs).entering()
         most = _SURE * (self.missing if len(self.rows) <= rank else rank - known)
-        far = (inputs.span.residual(entering) / inputs.span.expected(entering).clamp_min(_NEAR)).tolist()
+        far = (inputs.span.residual(entering) / inputs.span.expected(entering).clamp_min(NEAR)).tolist()
         chosen: list[int] = []
         places: list[tuple[int, int]] = []
         for at in sorted(range(len(far)), key=lambda at: (at >= known, far[at])):
@@ -362,11 +355,11 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         if (new := state.fit(inputs, effort)) is None:
             break
         fit = new
-        span = Span(fit.basis, torch.ones_like(fit.lost), fit.rank, 1.0, 0, (), fit.lost, fit.scale)
+        span = fit.span(0)
         crowded = fit.rank > _CROWDED * model.width
         off = _CROWDED_OFF if crowded and turn == 0 else _OFF[min(turn, len(_OFF) - 1)]
         least = how.least if crowded else Search.least
-        inputs = MaskedInputs(model, span, _NEAR, seen.rounded, seen.weights, off, least)
+        inputs = MaskedInputs(model, span, NEAR, seen.rounded, seen.weights, off, least)
         before = len(state.rows)
         state.look(inputs, fit, effort)
         stays, complete = len(state.rows) == before, state.complete()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices, solved
 from gradaudit.leakage.uneven.weighted import Weighted
@@ -57,6 +58,13 @@ _DUE = 0.1
 for 127 directions of 50 rows: Gauss-Newton is not that far yet."""
 _FIRST = 12
 """Directions to start from where the batch size is not known."""
+LARGEST_SHARE = 0.8
+"""Largest rank tried of a block, as a share of the width."""
+NEAR = 5e-3
+"""A row this near a span is looked at, whatever the fit's own error: rows held fixed have wrong bits of small
+coordinates, which put others off by up to 2e-3."""
+_PER_SENTENCE = 5
+"""Directions to start from, a sentence: few sentences are shorter."""
 _HIDDEN, _FEWEST = 0.12, 2
 """Share of directions that hide in the noise, and the fewest taken for hidden: with a gradient of 8 sentences seen
 through AdamW's rate of 1e-5, 103 of 116 showed; true rows within reach were 59, and 107 with 12 more; 24 more let in
@@ -93,10 +101,19 @@ class LowRank:
         """How many directions."""
         return self.basis.shape[1]
 
+    def span(self, layer: int) -> Span:
+        """Return the row space of a block's gradients, with the errors of its directions."""
+        return Span(self.basis, torch.ones_like(self.lost), self.rank, 1.0, layer, (), self.lost, self.scale)
+
     def signals(self, rows: Tensor) -> Tensor:
         """Return [n, k] what the fit brings back to other rows [k, d] of its space, in units of the columns."""
         found: Tensor = self.left @ torch.linalg.lstsq(rows.T, self.rows.T).solution.T
         return found
+
+
+def started(sentences: int | None) -> int:
+    """Return with how many directions the fit of a batch starts; of one sentence where nobody knows how many."""
+    return _PER_SENTENCE * (sentences or 1) + 1
 
 
 def _balanced(left: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,11 @@ from torch import Tensor
 from gradaudit.leakage.uneven.entries import grid
 from gradaudit.types import LocalTraining, Observation
 
+UNTOLD = (
+    "how the weights were changed was not told (optimizer, rate, sentences): a server that knows reads far more; see "
+    "capture(..., training=...)"
+)
+"""Where no step that is read off explains what was sent."""
 _SAMPLED = 2_000_000
 """Entries that are looked at, as many of each matrix."""
 _FEWEST = 100
