@@ -155,6 +155,15 @@ def decoded() -> Any:
     return SimpleNamespace(truth={tuple(s) for s in batch.sequences()}, seen=seen, inputs=inputs, rows=rows)
 
 
+@pytest.mark.minilm
+def test_rows_are_made_at_the_round_rate_where_none_was_told(decoded):
+    told = DecodedRows(decoded.seen, decoded.inputs, decoded.rows)
+    knowledge = dataclasses.replace(decoded.seen.knowledge, dropout=None)
+    untold = DecodedRows(dataclasses.replace(decoded.seen, knowledge=knowledge), decoded.inputs, decoded.rows)
+    assert abs(untold.rate() - 0.1) > 1e-4, "masks show the rate only about"
+    assert torch.equal(untold.rows(), told.rows())
+
+
 def without(decoded: Any, lost: list[int]) -> tuple[DecodedRows, Signals]:
     rows = DecodedRows(decoded.seen, decoded.inputs, [r for i, r in enumerate(decoded.rows) if i not in lost])
     signals = rows.signals()

@@ -11,6 +11,10 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.decoding.assembly import misfit
+from gradaudit.leakage.decoding.pairs import candidate_pairs
+from gradaudit.leakage.rowspace.subspace import span
+from gradaudit.leakage.uneven.undropped import _mended
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
@@ -153,6 +157,40 @@ def test_gradients_behind_integers_noise_and_pruning_are_proven(load, name, fiel
     found = Decode()(seen_of(client, batch, "all", Given()), stream(0, "attack"))
     assert set(found.sequences) == set(told(batch))
     assert found.certificates == ("proven",) * 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_so_much_noise_that_wrong_sentences_fit_names_none_of_them(load, seed, sigma):
+    model = load("bert")
+    batch = batch_of(model, sentences((4, 3), seed), [1, 0])
+    client = Client(model, defenses=(build("defense", "gaussian", {"sigma": sigma, "relative": True}),))
+    found = Decode()(seen_of(client, batch, "all", Given()), stream(0, "attack"))
+    named = {s for s, sure in zip(found.sequences, found.certificates or (), strict=True) if sure != "guess"}
+    assert named <= set(told(batch))
+
+
+@pytest.mark.parametrize("places", [(2,), (3,), (2, 4)], ids=str)
+def test_wrong_words_of_a_long_sentence_are_exchanged(load, places):
+    """Their places lie farthest off: one word by one of all that stood there, two by each other."""
+    model = load("bert")
+    batch = batch_of(model, sentences((8, 5), 3), [1, 0])
+    seen = seen_of(Client(model), batch, "all", Given())
+    first, second = span(seen, 0), span(seen, 1)
+    assert first is not None
+    assert second is not None
+    pairs = candidate_pairs(model, first, 12)
+    right = max(told(batch), key=len)
+    wrong = list(right)
+    if len(places) == 1:
+        there = pairs.tokens[pairs.positions == places[0]].tolist()
+        wrong[places[0]] = next(t for t in there if t != right[places[0]])
+    else:
+        wrong[places[0]], wrong[places[1]] = right[places[1]], right[places[0]]
+    every, _ = misfit(model, second, [tuple(wrong)])
+    sentence, rows = _mended(model, second, pairs, tuple(wrong), every[0, : len(wrong)])
+    assert sentence == right
+    assert float(rows.square().mean()) < 1 < float(every.square().mean())
 
 
 def test_one_block_alone_is_refused_and_says_what_is_missing(load):

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.leakage.decoding.rows import LEAST_KEPT, MaskedInputs, Row, Search, least_kept
 from gradaudit.leakage.rowspace.subspace import Span
-from gradaudit.leakage.uneven.decoded import _Decoding
+from gradaudit.leakage.uneven.decoded import DecodedChange, _Decoding
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, other_tokens, pulls
 from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
@@ -339,6 +340,24 @@ def test_a_wrong_row_pulls():
     assert pull[4] > 6 * pull.median()
 
 
+def test_the_draw_of_the_error_is_added_and_taken_off():
+    """The two lie as far on either side of the gradient; where rows do not explain everything there are none."""
+    rng = torch.Generator().manual_seed(0)
+    left, noise, rows = (torch.randn(s, generator=rng, dtype=torch.float64) for s in ((6, 2), (6, 2), (2, 5)))
+    entries = SimpleNamespace(parts=lambda stacked: {"w": stacked})
+    found = DecodedChange([], None, SimpleNamespace(left=left, noise=noise, whole=True), rows, 2)  # type: ignore[arg-type]
+    seen = Observation("delta", {}, None, None)  # type: ignore[arg-type]
+    plain, more, less = (
+        one.tensors["w"]
+        for one in (found.gradient(seen, entries), *found.blurred(seen, entries))  # type: ignore[arg-type]
+    )
+    assert torch.allclose(plain, left @ rows)
+    assert torch.allclose(more - plain, noise @ rows)
+    assert torch.allclose(plain - less, noise @ rows)
+    found.told.whole = False  # type: ignore[misc]
+    assert found.blurred(seen, entries) == []  # type: ignore[arg-type]
+
+
 def test_matrices_are_inverted_and_applied():
     rng = torch.Generator().manual_seed(0)
     rows, weights = (torch.rand(s, generator=rng, dtype=torch.float64) for s in ((3, 10), (5, 10)))
@@ -346,6 +365,16 @@ def test_matrices_are_inverted_and_applied():
     whole = inverses(matrices, 0.0)
     assert torch.allclose(whole @ matrices, torch.eye(3, dtype=torch.float64).expand(5, 3, 3), atol=1e-9)
     assert torch.allclose(against(matrices, pull, 0.0), (whole @ pull[..., None])[..., 0])
+
+
+def test_a_matrix_that_says_nothing_has_an_inverse_of_zero_and_the_others_theirs():
+    rng = torch.Generator().manual_seed(0)
+    matrices = normal_matrices(*(torch.rand(s, generator=rng, dtype=torch.float64) for s in ((3, 10), (2, 10))))
+    silent = matrices.clone()
+    silent[1] = 0
+    found = inverses(silent, 1e-9)
+    assert torch.equal(found[1], torch.zeros(3, 3, dtype=torch.float64))
+    assert torch.equal(found[0], inverses(matrices, 1e-9)[0])
 
 
 def test_lines_are_solved_by_their_own_weights():

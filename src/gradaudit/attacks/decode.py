@@ -258,8 +258,8 @@ class Decode(Attack):
         details = {"rank": found.rank, "rows": len(found.rows), "chi2": round(found.told.chi2, 3)}
         if whole:
             return followed(seen, changes, found, details)
-        blurred = [found.gradient(seen, changes, drawn) for drawn in (1.0, -1.0)] if found.told.whole else []
-        rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, blurred)
+        drawn = found.blurred(seen, changes)
+        rows = DecodedRows(found.gradient(seen, changes), found.inputs, found.rows, drawn)
         signals = rows.signals()
         notes = []
         if signals is None:

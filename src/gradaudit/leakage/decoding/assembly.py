@@ -327,15 +327,10 @@ def _told(own: Sequence[Matrices], shares: Sequence[float]) -> Iterator[tuple[fl
 
 
 def _by_label(rest: Remainder, own: Sequence[Matrices], layer: int) -> Iterator[tuple[float, ...]]:
-    """Yield each label with the share that the gradient itself tells: of a mean, a scaled or a weighted loss.
-
-    A mean's share is one over a whole number, which is exact where the gradient tells it up to its rounding.
-    """
+    """Yield each label with the share that the gradient itself tells: of a mean, a scaled or a weighted loss."""
     for label, gradient in enumerate(own):
         share = _own_share(rest, gradient, layer)
         if share is not None and share > 0:
-            if _whole(1 / share):
-                yield _of_one(label, 1 / round(1 / share), len(own))
             yield _of_one(label, share, len(own))
 
 

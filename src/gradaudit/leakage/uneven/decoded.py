@@ -83,6 +83,10 @@ class DecodedChange:
         signals = self.told.left + drawn * self.told.noise
         return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.entering))
 
+    def blurred(self, seen: Observation, entries: Entries) -> list[Observation]:
+        """Return it with the draw of the error added, and taken off; none where the rows do not explain everything."""
+        return [self.gradient(seen, entries, drawn) for drawn in (1.0, -1.0)] if self.told.whole else []
+
     def words(self, model: TextModel, entries: Entries) -> WordSignals | None:
         """Return what came back to the queries and keys of rows that no dropout touched; None where it was not seen.
 

@@ -117,15 +117,13 @@ class HeldBatch:
         self.chi2 = self._left()
 
     def _rescale(self, fits: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """Scale each matrix to what was sent, with 1 in the middle."""
+        """Scale each matrix to what was sent."""
         for at, (block, fit, some) in enumerate(zip(self.blocks, fits, known, strict=True)):
             pairs = ((some * block.fitting.target * fit), (some * fit.square()))
             sums = [[float(part.sum()) for part in block.seen.parts(one).values()] for one in pairs]
             times = [along / size if along > 0 and size > 0 else 1.0 for along, size in zip(*sums, strict=True)]
             lines = [torch.full((n, 1), t) for n, t in zip(block.seen.groups.values(), times, strict=True)]
             self.scales[at] = self.scales[at] * torch.cat(lines).to(fit)
-        middle = torch.cat(self.scales).log().mean().exp()
-        self.scales = [scale / middle for scale in self.scales]
 
     def sent(self) -> list[Tensor]:
         """Return each block's gradients of the sentences under each label, [n, C, out, d], as they were scaled."""
