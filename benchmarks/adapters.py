@@ -1,10 +1,10 @@
-"""What words the updates of LoRA adapters give away, far beyond their directions.
+"""What words and sentences the updates of LoRA adapters give away, far beyond their directions.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0.
 Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step of AdamW from a fresh state, as in a
-later round), encoders (MiniLM, dropout off), dropout (the same, on). The attacker has the weights with the adapters as
+later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences (one gradient of all blocks). The attacker has the weights with the adapters as
 they are, the batch size, the dropout rate, and of a change how it was made; not labels or lengths. Draw 5051 was seen
 by nobody before the method stood. Records hold no text. Failures count 0; "certain" is over all batches.
 """
@@ -23,14 +23,17 @@ from gradaudit.metrics.summary import summarize
 DRAW = 5051
 
 
-def one(size: int, batches: int, rank: int = 8, model: str = "smollm2", **client: Any) -> Cell:
+def one(
+    size: int, batches: int, rank: int = 8, model: str = "smollm2", tensors: str = "0:q,k,v", **client: Any
+) -> Cell:
     """Return a cell of CoLA."""
     how = {"dropout": False} | client
     told = f"{client.get('optimizer', 'gradient')} {client.get('learning_rate', '')}".strip()
     told += ", dropout on" * how["dropout"]
     return Cell(
-        "cola", size, batches, how, model, tensors="0:q,k,v", seed=DRAW, title=told,
-        name=f"adapters-{told.replace(', ', '-')}-{model}-r{rank}-b{size}", more={"lora": {"rank": rank, "warmup": 10}},
+        "cola", size, batches, how, model, tensors=tensors, seed=DRAW, title=told,
+        name=f"adapters-{told.replace(', ', '-')}-{model}-r{rank}-b{size}{'-all' * (tensors == 'all')}",
+        more={"lora": {"rank": rank, "warmup": 10}},
         facts={"rank": rank},
     )  # fmt: skip
 
@@ -47,10 +50,16 @@ GROUPS = {
         for b, n in ((1, 10), (4, 10), (8, 10), (16, 5))
     ],
     "dropout": lambda: [one(b, n, model="minilm", dropout=True) for b, n in ((1, 10), (4, 10), (8, 5))],
+    "sentences": lambda: [
+        one(b, n, rank, tensors="all")
+        for rank, most in ((8, 16), (2, 8), (32, 8))
+        for b, n in ((1, 10), (2, 10), (4, 10), (8, 5), (16, 3))
+        if b <= most
+    ],
 }
 COLUMNS = (
     "update", "model", "rank", "B", "batches", "tokens", "words named %", "of them right %", "blind named %",
-    "certain %", "of the certain right %", "exact sentences %", "median s", "slowest s",
+    "certain %", "of the certain right %", "exact sentences %", "proven", "proven, wrong", "median s", "slowest s",
 )  # fmt: skip
 
 
@@ -59,12 +68,14 @@ def row(done: Done) -> list[str]:
     cell, records = done.cell, done.records
     summary = summarize(records)[0]
     tokens = [r.tokens for r in records if r.tokens is not None]
+    proven = [s for r in records for s in r.sentences if s.certificate == "proven"]
     return [
         cell.title, cell.model, str(cell.facts["rank"]), str(cell.size), str(len(records)),
         f"{min(tokens, default=0)}-{max(tokens, default=0)}", mean_of(summary.words, "recall"),
         mean_of(summary.words, "precision"), mean_of(summary.baseline_words, "recall"),
         mean_of(summary.words, "certain"), mean_of(summary.words, "certain_right"),
-        f"{summary.scores['exact'].mean or 0:.1f}", f"{summary.seconds:.1f}", f"{max(r.seconds for r in records):.0f}",
+        f"{summary.scores['exact'].mean or 0:.1f}", f"{len(proven)}/{len(records) * cell.size}",
+        str(sum(not s.exact for s in proven)), f"{summary.seconds:.1f}", f"{max(r.seconds for r in records):.0f}",
     ]  # fmt: skip
 
 

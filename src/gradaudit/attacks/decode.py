@@ -11,7 +11,7 @@ from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
-from gradaudit.leakage.decoding.explain import explain
+from gradaudit.leakage.decoding.explain import named
 from gradaudit.leakage.decoding.order import order_words
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
@@ -19,6 +19,7 @@ from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
+from gradaudit.leakage.rowspace.sparse_prefixes import put_together
 from gradaudit.leakage.rowspace.sparse_words import adapter_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.by_step import named_by_step
@@ -31,10 +32,6 @@ from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
-_EXPLAINED = 1e-4
-"""A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
-_OWN, _ROUNDING = 100.0, 1e-6
-"""What a sentence sends must be so many times what all leave, or rounding, for it to be proven by itself."""
 _EFFORTS = (2, 4)
 """Rows still missing: each round tries so many times as often."""
 _MOST_ROWS = 0.7
@@ -94,7 +91,7 @@ class Decode(Attack):
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         if seen.model.spec.lora is not None:
-            return self._adapted(seen)
+            return self._adapted(seen, rng)
         if seen.kind == "delta" and seen.knowledge.training is None:
             return self._untold(seen, rng)
         words = read_words(seen)
@@ -168,16 +165,15 @@ class Decode(Attack):
 
     # adapters
 
-    def _adapted(self, seen: Observation) -> Reconstruction:
-        """Return the sentences where adapters have a direction for each token, else the words of their directions."""
+    def _adapted(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Return the words of adapters' directions, and the sentences where the blocks behind tell them."""
         found = adapter_words(seen, self.false_discoveries)
         details: dict[str, Any] = {"directions": found.directions, "words": len(found.words)}
-        whole = seen.model.causal and seen.kind == "gradient" and found.explained and found.exhausted
-        deeper = whole and seen.model.depth > 1 and span(seen, 1) is not None
-        first = span(seen, 0) if deeper else None
-        grown = Reconstruction() if first is None else self._grown(seen, first)
-        notes = (found.limit, *grown.notes)
-        return replace(grown, notes=notes, details=details | dict(grown.details), words=found.words)
+        read = Reconstruction()
+        if seen.model.causal and seen.model.depth > 1 and seen.kind == "gradient" and found.explained:
+            read = put_together(seen, found.words, rng)
+        notes = (found.limit, *read.notes)
+        return replace(read, notes=notes, details=details | dict(read.details), words=found.words)
 
     # noise and compression
 
@@ -374,23 +370,7 @@ class Decode(Attack):
         if second.rank >= seen.model.width:
             return Reconstruction(sequences=(), notes=(_FULL,), details=_ranks(first))
         grown = grow(seen, first, second, GrowthRules(longest=self.max_length))
-        size = seen.knowledge.batch_size or len(grown.sentences)
-        notes, details = grown.notes, _ranks(first)
-        labels, certificates = None, ("likely",) * len(grown.sentences)
-        one_gradient = seen.kind == "gradient" and seen.model.spec.task == "classification"
-        if one_gradient and grown.sentences and len(grown.sentences) == size:
-            told = explain(seen.model, grown.sentences, matrices(seen, 2), 1 / size)
-            details["unexplained"] = told.left
-            if told.left < _EXPLAINED:
-                # a sentence that sends next to nothing would leave as little if it were another one
-                sure = [part > _OWN * max(told.left, _ROUNDING) for part in told.parts]
-                labels, certificates = told.labels, tuple("proven" if one else "likely" for one in sure)
-                weights = torch.eye(seen.model.spec.labels)[list(labels)].div(size).tolist()
-                against = apart(seen, grown.sentences, weights, whole=True)
-                certificates = tuple(doubted(certificates, against, notes))
-                if not all(sure):
-                    notes = [*notes, f"{sure.count(False)} sentences send too little to be told from others"]
-        return Reconstruction(tuple(grown.sentences), labels, certificates, tuple(notes), details)
+        return named(seen, grown.sentences, grown.notes, _ranks(first))
 
 
 def _ranks(first: Span) -> dict[str, Any]:

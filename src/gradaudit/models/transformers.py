@@ -478,12 +478,15 @@ class TransformersModel(Model):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was = self.module.training
-        self.module.eval()
+        # one by one: someone's model may have some parts in training and others not
+        training = [part for part in self.module.modules() if part.training]
+        for part in training:
+            part.training = False
         try:
             yield
         finally:
-            self.module.train(was)
+            for part in training:
+                part.training = True
 
     def _special_tokens(self) -> SpecialTokens:
         tok = self.tokenizer

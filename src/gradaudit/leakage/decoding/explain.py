@@ -1,13 +1,21 @@
 """Does a set of sentences explain a gradient: their labels, and the share of it that they leave unexplained."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.deflation import Matrices, sentence_gradient
+from gradaudit.leakage.decoding.agreement import apart, doubted
+from gradaudit.leakage.rowspace.deflation import Matrices, matrices, sentence_gradient
 from gradaudit.models.base import TextModel
+from gradaudit.types import Observation, Reconstruction
+
+_LITTLE = 1e-4
+"""A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
+_OWN, _ROUNDING = 100.0, 1e-6
+"""What a sentence sends must be so many times what all leave, or rounding, for it to be proven by itself."""
 
 
 @dataclass(frozen=True)
@@ -55,5 +63,34 @@ def explain(model: TextModel, sentences: Sequence[tuple[int, ...]], left: Matric
     return Explained(tuple(chosen), float(rest.norm()) / size, tuple(norm / size for norm in norms))
 
 
-def _flat(matrices: Matrices) -> Tensor:
-    return torch.cat([g.flatten() for g in matrices.values()])
+def named(
+    seen: Observation, sentences: Sequence[tuple[int, ...]], notes: Sequence[str], details: Mapping[str, Any]
+) -> Reconstruction:
+    """Return sentences with their labels, proven where they are all of the batch and make its gradient.
+
+    Args:
+        seen: an update.
+        sentences: token ids.
+        notes, details: of how they were found.
+    """
+    size = seen.knowledge.batch_size or len(sentences)
+    notes, details = list(notes), dict(details)
+    labels, certificates = None, ("likely",) * len(sentences)
+    one_gradient = seen.kind == "gradient" and seen.model.spec.task == "classification"
+    if one_gradient and sentences and len(sentences) == size:
+        told = explain(seen.model, sentences, matrices(seen, 2), 1 / size)
+        details["unexplained"] = told.left
+        if told.left < _LITTLE:
+            # a sentence that sends next to nothing would leave as little if it were another one
+            sure = [part > _OWN * max(told.left, _ROUNDING) for part in told.parts]
+            labels, certificates = told.labels, tuple("proven" if one else "likely" for one in sure)
+            weights = torch.eye(seen.model.spec.labels)[list(labels)].div(size).tolist()
+            against = apart(seen, sentences, weights, whole=True)
+            certificates = tuple(doubted(certificates, against, notes))
+            if not all(sure):
+                notes.append(f"{sure.count(False)} sentences send too little to be told from others")
+    return Reconstruction(tuple(sentences), labels, certificates, tuple(notes), details)
+
+
+def _flat(some: Matrices) -> Tensor:
+    return torch.cat([g.flatten() for g in some.values()])

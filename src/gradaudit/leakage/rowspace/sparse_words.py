@@ -85,14 +85,12 @@ class SparseWords:
             its place, and no other set of as few explains the directions but by a chance of one in a million.
         explained: whether the words explain everything up to rounding.
         directions: independent ones that were sent.
-        exhausted: whether they are fewer than were sent lines: then the batch has no more tokens than directions.
         limit: what holds where words end, in one sentence.
     """
 
     words: tuple[NamedWord, ...]
     explained: bool
     directions: int
-    exhausted: bool
     limit: str
 
 
@@ -111,7 +109,7 @@ def adapter_words(seen: Observation, level: float) -> SparseWords:
     if not sent:
         raise NotSupportedError(_NOT_SENT)
     if not any(bool(g.any()) for g in sent.values()):
-        return SparseWords((), False, 0, False, _NO_STEP)
+        return SparseWords((), False, 0, _NO_STEP)
     changes = entries(seen, 0)
     if changes is None and seen.kind == "delta":
         raise NotSupportedError(_SEVERAL)
@@ -204,7 +202,7 @@ class _Pursuit:
             order += [one for one in more if one[0] not in {word for word, _ in order}]
             if self.masked and sum(chance for _, chance in order) > level * _MOST * self.free:
                 break  # no number of words behind these could make up for them
-            taken = [*used, *heard, *(word for word, _ in more)]
+            taken = [*used, *(word for word, _ in more), *heard][: int(_MOST * self.free)]
             left, own, chi2 = self._held(taken)
             self._believe(left @ self._with(taken))
             before, used = used, [word for word, one in zip(taken, own.tolist(), strict=True) if one > _IDLE]
@@ -213,22 +211,21 @@ class _Pursuit:
             if len(used) <= len(before) or len(taken) >= _MOST * self.free:
                 break
         count = len(self.directions)
-        exhausted = count < len(self.sent)
         told = f"{count} directions, {self.free} dimensions"
         if count == 0:
-            return SparseWords((), False, 0, False, "nothing of the adapters stands above its errors")
+            return SparseWords((), False, 0, "nothing of the adapters stands above its errors")
         if chi2 > EXPLAINED:
             first = [word for word, _ in order[: accepted([chance for _, chance in order], level)]]
             limit = f"adapters: no {len(taken)} words explain the {told}: there are more, or dropout changed their rows"
             if self.masked:
                 limit = f"adapters: {len(first)} words stand out of the {told}; dropout was on, so that none is certain"
-            return SparseWords(self._named(first, [False] * len(first)), False, count, exhausted, limit)
+            return SparseWords(self._named(first, [False] * len(first)), False, count, limit)
         lines = len(self.sent)
         chance = lines + _SPREAD * math.sqrt(2 * lines) + _SURE
         alone = self._by_chance(len(used)) < _CHANCE and float(self._gains(used).max()) < chance
         certain = [alone and cost > chance for cost in self._apart(used).tolist()]
         limit = f"adapters: {len(used)} words explain the {told}, {sum(certain)} of them for certain"
-        return SparseWords(self._named(used, certain), True, count, exhausted, limit)
+        return SparseWords(self._named(used, certain), True, count, limit)
 
     def _named(self, tokens: Sequence[int], certain: Sequence[bool]) -> tuple[NamedWord, ...]:
         both = zip(tokens, certain, strict=True)

@@ -1,0 +1,118 @@
+"""Sentences from fewer directions than tokens: exact, proven, and nothing where something else is in the update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradaudit.attacks.decode import Decode
+from gradaudit.client.client import Client
+from gradaudit.leakage.rowspace.sparse_prefixes import sparse_sentences
+from gradaudit.streams import stream
+from gradaudit.types import Given
+from test_sparse_words import adapted
+from tiny_models import batch_of, seen_of, sentences
+
+
+@pytest.fixture(scope="module")
+def llama(folders):
+    return adapted(f"random:{folders['llama']}", 2)
+
+
+def read(model, batch, **given):
+    return Decode()(seen_of(Client(model), batch, given=Given(**given)), stream(0, "attack"))
+
+
+def told(batch) -> dict[tuple[int, ...], int]:
+    return dict(zip(map(tuple, batch.sequences()), batch.labels.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", [(8,), (5, 4), (5, 4, 3)], ids=str)
+def test_six_directions_give_the_sentences_of_up_to_twelve_tokens(llama, sizes, seed):
+    batch = batch_of(llama, sentences(sizes, seed))
+    found = read(llama, batch)
+    assert dict(zip(found.sequences, found.labels or (), strict=True)) == told(batch)
+    assert found.certificates == ("proven",) * len(sizes)
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+def test_the_rank_is_no_limit(folders, rank):
+    model = adapted(f"random:{folders['llama']}", rank)
+    batch = batch_of(model, sentences([4, 3], 3))
+    found = read(model, batch)
+    assert dict(zip(found.sequences, found.labels or (), strict=True)) == told(batch)
+    assert found.certificates == ("proven",) * 2
+
+
+def test_the_batch_size_need_not_be_known(llama):
+    batch = batch_of(llama, sentences([5, 4], 1))
+    found = read(llama, batch, batch_size=False)
+    assert set(found.sequences) == set(told(batch))
+    assert found.certificates == ("proven",) * 2
+
+
+def test_words_that_occur_often_are_put_where_they_stand(llama):
+    one, other = sentences([5, 4], 4)
+    first, second, *_ = one.split()
+    batch = batch_of(llama, [f"{first} {second} {first} {second} {first}", other])
+    found = read(llama, batch)
+    assert set(found.sequences) == set(told(batch))
+    assert found.certificates == ("proven",) * 2
+
+
+def test_a_copy_and_what_another_one_begins_with_are_missed_and_said_to_be(llama):
+    (text,) = sentences([6], 2)
+    batch = batch_of(llama, [text, text, " ".join(text.split()[:3])], [1, 1, 0])
+    found = read(llama, batch)
+    assert found.sequences == (max(told(batch), key=len),)
+    assert found.certificates == ("proven",)
+    assert any("fewer sentences than the batch has" in note for note in found.notes)
+
+
+def test_a_block_of_another_batch_gives_no_sentence(llama):
+    """Swap control: the words are right, and no sentences explain what was sent of block 2."""
+    batch, other = (batch_of(llama, sentences((5, 4), seed)) for seed in (1, 2))
+    seen, foreign = (seen_of(Client(llama), one) for one in (batch, other))
+    names = {view.name for role in "qkv" for view in llama.views(2, role)}
+    mixed = {name: (foreign if name in names else seen).tensors[name] for name in seen.tensors}
+    found = Decode()(replace(seen, tensors=mixed), stream(0, "attack"))
+    assert found.sequences == ()
+    assert found.words
+
+
+def test_noise_beyond_rounding_gives_no_sentence(llama):
+    batch = batch_of(llama, sentences((5, 4), 1))
+    seen = seen_of(Client(llama), batch)
+    rng = torch.Generator().manual_seed(0)
+    loud = {n: t + 1e-3 * t.std() * torch.randn(t.shape, generator=rng) for n, t in seen.tensors.items()}
+    words = [token for ids in batch.sequences() for token in ids]
+    assert set(sparse_sentences(seen, words, stream(0, "orders"))) == set(told(batch))
+    assert sparse_sentences(replace(seen, tensors=loud), words, stream(0, "orders")) == {}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_called_certain_was_in_the_batch(folders, seed):
+    """Up to more words than the few dimensions hold, three directions a block."""
+    model = adapted(f"random:{folders['llama']}", 1)
+    batch = batch_of(model, sentences((5, 4, 3, 3)[: 2 + seed % 3], seed, distinct=seed % 2 == 0))
+    words = sorted({token for ids in batch.sequences() for token in ids})
+    found = sparse_sentences(seen_of(Client(model), batch), words, stream(seed, "orders"))
+    assert {text for text, sure in found.items() if sure} <= set(told(batch))
+
+
+def test_a_word_that_another_one_could_stand_for_is_not_certain(folders):
+    """Two tokens with one embedding have one row behind every prefix."""
+    model = adapted(f"random:{folders['llama']}", 2)
+    batch = batch_of(model, sentences([5, 4], 1))
+    first, second = map(tuple, batch.sequences())
+    other = next(t for t in range(model.vocabulary_size) if t not in {*first, *second, *model.special.ids})
+    with torch.no_grad():
+        embedding = model.parameters()[model.group("word")[0]]
+        embedding[other] = embedding[first[2]]
+    model.weights_changed()
+    found = sparse_sentences(seen_of(Client(model), batch), [*first, *second, other], stream(0, "orders"))
+    assert [sure for text, sure in sorted(found.items()) if text != second] == [False]
+    assert found[second]
