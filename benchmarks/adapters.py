@@ -2,11 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences
 
-Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0.
-Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step of AdamW from a fresh state, as in a
-later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences (one gradient of all blocks). The attacker has the weights with the adapters as
-they are, the batch size, the dropout rate, and of a change how it was made; not labels or lengths. Draw 5051 was seen
-by nobody before the method stood. Records hold no text. Failures count 0; "certain" is over all batches.
+Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0,
+for sentences everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step of AdamW
+from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences (one
+gradient). The attacker has the weights with the adapters as they are, the batch size, the dropout rate, and of a change
+how it was made; not labels or lengths. Draw 5051 was seen by nobody before the method stood. Records hold no text.
+Failures count 0; "certain" is over all batches.
 """
 
 from __future__ import annotations
@@ -90,8 +91,9 @@ PROGRAM = Program(
     columns=dict.fromkeys(GROUPS, COLUMNS),
     table=table,
     words=lambda group, given: (
-        "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; q, k, v of block 0 seen, batch size and "
-        f"training known, labels and lengths not; draw {DRAW}, not used in development."
+        "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; "
+        f"{'all adapters' if group == 'sentences' else 'q, k, v of block 0'} seen, batch size and training known, labels "
+        f"and lengths not; draw {DRAW}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )
