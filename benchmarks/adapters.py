@@ -92,8 +92,8 @@ PROGRAM = Program(
     table=table,
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; "
-        f"{'all adapters' if group == 'sentences' else 'q, k, v of block 0'} seen, batch size and training known, labels "
-        f"and lengths not; draw {DRAW}, not used in development."
+        f"{'all adapters' if group == 'sentences' else 'q, k, v of block 0'} seen, batch size and training known, "
+        f"labels and lengths not; draw {DRAW}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )
