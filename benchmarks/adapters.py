@@ -1,13 +1,13 @@
 """What words and sentences the updates of LoRA adapters give away, far beyond their directions.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0,
-for sentences everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step of AdamW
-from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences (one
-gradient). The attacker has the weights with the adapters as they are, the batch size, the dropout rate, and of a change
-how it was made; not labels or lengths. Draw 5051 was seen by nobody before the method stood. Records hold no text.
-Failures count 0; "certain" is over all batches.
+for sentences and steps everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step
+of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences
+(one gradient), steps (sentences from one step). The attacker has the weights with the adapters as they are, the batch
+size, the dropout rate, and of a change how it was made; not labels or lengths. Draw 5051 was seen by nobody before the
+method stood. Records hold no text. Failures count 0; "certain" is over all batches.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def one(
 
 SIZES = ((1, 10), (4, 10), (8, 10), (16, 5), (32, 3), (64, 2))
 ADAMW = {"optimizer": "adamw", "weight_decay": 0.01}
+SGD = {"optimizer": "sgd", "learning_rate": 1e-2}
 GROUPS = {
     "gradients": lambda: [one(b, n) for b, n in SIZES],
     "ranks": lambda: [one(b, n, r) for r in (2, 4, 16, 32) for b, n in ((8, 5), (32, 2))],
@@ -56,6 +57,11 @@ GROUPS = {
         for rank, most in ((8, 16), (2, 8), (32, 8))
         for b, n in ((1, 10), (2, 10), (4, 10), (8, 5), (16, 3))
         if b <= most
+    ],
+    "steps": lambda: [
+        one(b, n, tensors="all", **how)
+        for how in ({**ADAMW, "learning_rate": 2e-4}, {**ADAMW, "learning_rate": 5e-5}, SGD)
+        for b, n in ((1, 10), (2, 10), (4, 5), (8, 3))
     ],
 }
 COLUMNS = (
@@ -92,8 +98,8 @@ PROGRAM = Program(
     table=table,
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; "
-        f"{'all adapters' if group == 'sentences' else 'q, k, v of block 0'} seen, batch size and training known, "
-        f"labels and lengths not; draw {DRAW}, not used in development."
+        f"{'all adapters' if group in ('sentences', 'steps') else 'q, k, v of block 0'} seen, batch size and training "
+        f"known, labels and lengths not; draw {DRAW}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,14 +13,24 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.sparse_prefixes import sparse_sentences
 from gradaudit.streams import stream
-from gradaudit.types import Given
+from gradaudit.types import Given, LocalTraining
 from test_sparse_words import adapted
 from tiny_models import batch_of, seen_of, sentences
 
 
 @pytest.fixture(scope="module")
-def llama(folders):
-    return adapted(f"random:{folders['llama']}", 2)
+def deep(folders, tmp_path_factory) -> str:
+    """Eight blocks: three have too few directions."""
+    where = tmp_path_factory.mktemp("deep") / "llama"
+    shutil.copytree(folders["llama"], where)
+    config = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 8}))
+    return f"random:{where}"
+
+
+@pytest.fixture(scope="module")
+def llama(deep):
+    return adapted(deep, 2)
 
 
 def read(model, batch, **given):
@@ -39,11 +51,24 @@ def test_six_directions_give_the_sentences_of_up_to_twelve_tokens(llama, sizes, 
 
 
 @pytest.mark.parametrize("rank", [1, 8])
-def test_the_rank_is_no_limit(folders, rank):
-    model = adapted(f"random:{folders['llama']}", rank)
+def test_the_rank_is_no_limit(deep, rank):
+    model = adapted(deep, rank)
     batch = batch_of(model, sentences([4, 3], 3))
     found = read(model, batch)
     assert dict(zip(found.sequences, found.labels or (), strict=True)) == told(batch)
+    assert found.certificates == ("proven",) * 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [LocalTraining("sgd", 0.1), LocalTraining("adamw", 1e-3, weight_decay=0.1, eps=1e-2)],
+    ids=lambda how: how.optimizer,
+)
+def test_one_step_gives_them_too_each_entry_in_its_own_error(deep, how):
+    model = adapted(deep, 4)
+    batch = batch_of(model, sentences([5, 4], 1))
+    found = Decode()(seen_of(Client(model, how), batch), stream(0, "attack"))
+    assert set(found.sequences) == set(told(batch))
     assert found.certificates == ("proven",) * 2
 
 
@@ -94,18 +119,18 @@ def test_noise_beyond_rounding_gives_no_sentence(llama):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_called_certain_was_in_the_batch(folders, seed):
+def test_what_is_called_certain_was_in_the_batch(deep, seed):
     """Up to more words than the few dimensions hold, three directions a block."""
-    model = adapted(f"random:{folders['llama']}", 1)
+    model = adapted(deep, 1)
     batch = batch_of(model, sentences((5, 4, 3, 3)[: 2 + seed % 3], seed, distinct=seed % 2 == 0))
     words = sorted({token for ids in batch.sequences() for token in ids})
     found = sparse_sentences(seen_of(Client(model), batch), words, stream(seed, "orders"))
     assert {text for text, sure in found.items() if sure} <= set(told(batch))
 
 
-def test_a_word_that_another_one_could_stand_for_is_not_certain(folders):
+def test_a_word_that_another_one_could_stand_for_is_not_certain(deep):
     """Two tokens with one embedding have one row behind every prefix."""
-    model = adapted(f"random:{folders['llama']}", 2)
+    model = adapted(deep, 2)
     batch = batch_of(model, sentences([5, 4], 1))
     first, second = map(tuple, batch.sequences())
     other = next(t for t in range(model.vocabulary_size) if t not in {*first, *second, *model.special.ids})

@@ -170,7 +170,7 @@ class Decode(Attack):
         found = adapter_words(seen, self.false_discoveries)
         details: dict[str, Any] = {"directions": found.directions, "words": len(found.words)}
         read = Reconstruction()
-        if seen.model.causal and seen.model.depth > 1 and seen.kind == "gradient" and found.explained:
+        if seen.model.causal and seen.model.depth > 1 and found.explained:
             read = put_together(seen, found.words, rng)
         notes = (found.limit, *read.notes)
         return replace(read, notes=notes, details=details | dict(read.details), words=found.words)

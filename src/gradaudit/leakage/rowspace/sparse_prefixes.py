@@ -8,8 +8,10 @@ one that lies nearest to what is left of the directions, in all blocks together,
 Rows of one word behind other prefixes are nearly alike, and a word that sends much, as the last one of a classifier's
 sentence does, draws all of its likenesses. So what a word's rows have in common is taken out first: its mean and the
 directions in which it varies most over the batch's words in random orders. What is left of a row is the mark of its
-prefix. Directions that are known to seven digits lose nothing by it but dimensions, of which there are more than
-enough, and a mark is as exact as its row.
+prefix. Nothing is lost by it but dimensions, of which there are more than enough: a mark is as exact as its row.
+
+To find prefixes, entries count by the errors of their lines and columns. Then the rows of those found are held against
+every entry in its own error, and what explains nothing beside the others is dropped.
 """
 
 from collections.abc import Sequence
@@ -22,22 +24,23 @@ from torch import Tensor
 from gradaudit.leakage.decoding.explain import named
 from gradaudit.leakage.rowspace.growth import phantom
 from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
+from gradaudit.leakage.rowspace.sparse_words import BOUND, IDLE, UNKNOWN, beyond_chance, exact
+from gradaudit.leakage.uneven.entries import Entries, entries
+from gradaudit.leakage.uneven.exact_rows import EXPLAINED
+from gradaudit.leakage.uneven.held import PASS
+from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 from gradaudit.types import NamedWord, Observation, Reconstruction
 
 Prefix = tuple[int, ...]
 
-_KNOWN = 1e-5
-"""A direction is used where it is so much of its block's largest."""
-_ROUNDED, _LEFT = 5e-7, 4.0
-"""What float32 leaves of a direction when the right rows are taken out, as a share of its block's largest (SmolLM2,
-blocks 1 to 28, 27 to 149 tokens: at most 2.2e-7), and its mean square that is still rounding."""
-_NEEDED = 100.0
-"""A row is there where leaving it out, or taking the likest other one, leaves so many squared roundings (measured:
-5e5 and more for each direction of right rows, 1e-3 and less of wrong ones)."""
-_EVIDENCE, _FEWEST = 4, 4
-"""Directions over all blocks for each word, and blocks at least."""
+_CLEAR, _LEFT = 3.0, 1.5
+"""A direction is used where it is so many times the largest that errors alone would make, and as long as so much of it
+is left."""
+_EVIDENCE, _FEWEST = (4, 9), 4
+"""Directions over all blocks for each word, first and where these were too few (rank 8, AdamW at 5e-5, 27 tokens: 14
+found among 248, and 22 among 33), and blocks at least."""
 _COMMON, _SHARE = 8, 0.5
 """Directions in which a word's rows vary that are taken out at most, and the share of the width for those of all words.
 Without them, likenesses of loud rows are taken for the quiet ones (27 tokens, rank 2: 34 wrong of 50, with them 5 of
@@ -46,8 +49,11 @@ _ORDERS, _LONG = 3, 24
 """Random orders for each of them, of so many words."""
 _ALIKE, _AT_ONCE = 0.95, 8
 """Prefixes that score this share of the best one's are taken with it, one in so many of those that there are."""
-_ROOM = 0.95
-"""Rows that a block can hold, as a share of its dimensions: with as many rows as those anything is explained."""
+_SOME = 1.1
+"""Times as many prefixes as at the last time are held against the entries."""
+_ROOM, _OFTEN = 0.95, 3
+"""Rows that a block can hold, as a share of its dimensions: with as many rows as those anything is explained. And
+prefixes taken at most for each word of the batch."""
 _LONE = 1e-10
 """A row of whose square less than this share is left is one of those taken already: in a rotary model "that that" at a
 sentence's start has the rows of "that"."""
@@ -71,18 +77,35 @@ def sparse_sentences(seen: Observation, words: Sequence[int], rng: torch.Generat
     common = min(_COMMON, int(_SHARE * model.width / max(len(ids), 1)) - 1)
     if common < 0:
         return {}
-    blocks = dict[int, BlockDirections]()
-    for layer in range(1, model.depth):
-        evidence = sum(len(block.whole) for block in blocks.values())
-        if evidence >= _EVIDENCE * len(ids) and len(blocks) >= _FEWEST:
-            break
-        sent = [g.detach().double() for role in "qkv" for g in seen.role(layer, role)]
-        if any(bool(g.any()) for g in sent):
-            blocks[layer] = BlockDirections(torch.cat([g / g.norm().clamp_min(1e-300) for g in sent]))
     found: dict[Prefix, bool] = {}
-    for vary in (common, common, common // 2, 0) if blocks else ():
-        found = found or PrefixPursuit(model, blocks, ids, vary, rng).sentences()
+    for vary, evidence in ((common, _EVIDENCE[0]), *((vary, _EVIDENCE[1]) for vary in (common, common // 2, 0))):
+        blocks = _blocks(seen, evidence * len(ids)) if not found else {}
+        if blocks:
+            found = PrefixPursuit(model, blocks, ids, vary, rng).sentences()
     return found
+
+
+def _blocks(seen: Observation, evidence: int) -> "dict[int, BlockDirections]":
+    """Return the directions of the first blocks behind block 0, so many in all where there are as many."""
+    blocks = dict[int, BlockDirections]()
+    for layer in range(1, seen.model.depth):
+        if len(blocks) >= _FEWEST and sum(len(block.whole) for block in blocks.values()) >= evidence:
+            break
+        if (sent := _sent(seen, layer)) is not None:
+            blocks[layer] = BlockDirections(sent)
+    return blocks
+
+
+def _sent(seen: Observation, layer: int) -> Entries | None:
+    """Return what was sent of a block's adapters; None for nothing."""
+    sent = {v.name: g for r in "qkv" for v, g in zip(seen.model.views(layer, r), seen.role(layer, r), strict=False)}
+    if not any(bool(g.any()) for g in sent.values()):
+        return None
+    changes = entries(seen, layer)
+    if changes is not None or seen.kind == "delta":
+        return changes
+    whole = exact(sent)
+    return replace(whole, spread=PASS * whole.own(whole.sent))
 
 
 def put_together(seen: Observation, words: Sequence[NamedWord], rng: torch.Generator) -> Reconstruction:
@@ -109,63 +132,80 @@ class BlockDirections:
     """The directions of a block, and what candidates' rows explain of them.
 
     Args:
-        sent: [n, d] what was sent of it.
+        seen: entries of its adapters.
     """
 
-    def __init__(self, sent: Tensor) -> None:
-        _, values, rows = torch.linalg.svd(sent, full_matrices=False)
-        known = values > _KNOWN * values[0]
-        self.whole, self.error = rows[known], _ROUNDED * values[0] / values[known]
-        self.free = torch.eye(sent.shape[1], dtype=sent.dtype, device=sent.device)
+    def __init__(self, seen: Entries) -> None:
+        self.fitting = Weighted(seen)
+        target, known = self.fitting.target, self.fitting.known & self.fitting.there
+        error = torch.where(known, self.fitting.deviation(target), 1.0).clamp(max=1.0)
+        across = error.square().mean(0).sqrt()
+        along = (error / across).square().mean(1, keepdim=True).sqrt()
+        self.columns = self.fitting.columns * across
+        sent = torch.where(error > UNKNOWN, target.clamp(-BOUND, BOUND), target)
+        self.lines = sent / (across * along)
+        self.edge = len(target) ** 0.5 + target.shape[1] ** 0.5
+        _, values, rows = torch.linalg.svd(self.lines, full_matrices=False)
+        clear = values > _CLEAR * self.edge
+        self.whole, self.size = rows[clear], values[clear, None]
 
     def without(self, rows: Tensor) -> None:
-        """Look from now on at what no combination of some rows [k, d] explains."""
-        self.free = torch.linalg.qr(rows.T, mode="complete").Q[:, len(rows) :]
-        self.left = self.sent = self.whole @ self.free
-        self.taken = self.marks = self.units = self.left[:0]
-        self.along, self.length, self.size = self.left[:0] @ self.left.T, self.left.new_zeros(0), self.left.new_zeros(0)
+        """Look from now on at what no combination of some rows [k, d] explains, in units of the columns."""
+        common = torch.linalg.qr(rows.T).Q
+        self.free = torch.linalg.qr(common, mode="complete").Q[:, common.shape[1] :]
+        self.left = self.whole @ self.free
+        self.units, self.taken = self.left[:0], list[int]()
+        self.rows = self.whole[:0]
+        self.along, self.length, self.square = self.rows @ self.whole.T, self.rows.new_zeros(0), self.rows.new_zeros(0)
 
     def add(self, rows: Tensor) -> None:
         """Add candidates' rows [n, d]."""
+        rows = rows / self.columns
         marks = rows @ self.free
         off = marks - (marks @ self.units.T) @ self.units
-        self.marks = torch.cat([self.marks, marks])
+        self.rows = torch.cat([self.rows, rows])
         self.along = torch.cat([self.along, off @ self.left.T])
         self.length = torch.cat([self.length, off.square().sum(1)])
-        self.size = torch.cat([self.size, rows.square().sum(1)])
+        self.square = torch.cat([self.square, rows.square().sum(1)])
 
     def take(self, at: int) -> None:
         """Take a candidate's row out of the directions and of all candidates."""
-        unit = self.marks[at]
-        self.taken = torch.cat([self.taken, unit[None]])
+        unit = self.rows[at] @ self.free
+        self.taken.append(at)
         for _ in range(2):  # once more for what rounding leaves
             unit = unit - (unit @ self.units.T) @ self.units
         unit = unit / unit.norm()
         self.units = torch.cat([self.units, unit[None]])
-        part, own = self.marks @ unit, self.left @ unit
+        part, own = self.rows @ (self.free @ unit), self.left @ unit
         self.length = self.length - part.square()
         self.along = self.along - part[:, None] * own
         self.left = self.left - own[:, None] * unit
 
     def score(self) -> Tensor:
         """Return [n] the share of each candidate's mark that lies in what is left, each direction counting alike."""
-        turn, values, _ = torch.linalg.svd(self.left, full_matrices=False)
-        there = values > 10 * self.error.max()
-        along = (self.along @ (turn[:, there] / values[there])).square().sum(1)
-        return torch.where(self.length > _LONE * self.size, along / self.length.clamp_min(1e-300), 0.0)
+        turn, values, _ = torch.linalg.svd(self.size * self.left, full_matrices=False)
+        there = values > _LEFT * self.edge
+        along = ((self.along * self.size.T) @ (turn[:, there] / values[there])).square().sum(1)
+        return torch.where(self.length > _LONE * self.square, along / self.length.clamp_min(1e-300), 0.0)
 
-    def misfit(self, left: Tensor) -> Tensor:
-        """Return [m] the squares that are left of the directions, in their errors'."""
-        squares: Tensor = left.square().sum(1) / self.error.square()
-        return squares
+    def all_taken(self) -> Tensor:
+        """Return the rows taken, [t, d]."""
+        rows: Tensor = self.rows[self.taken] * self.columns
+        return rows
+
+    def held(self, rows: Tensor) -> tuple[Tensor, float]:
+        """Return what each of some rows [t, d] explains of the entries, and what all leave: see `Weighted.held`."""
+        _, own, chi2 = self.fitting.held(rows / self.fitting.columns)
+        return own, chi2
 
     def costs(self) -> tuple[Tensor, Tensor]:
-        """Return [t] by how much the misfit grows without each row taken, and [n, t] with a candidate in its place."""
-        inverse = torch.linalg.pinv(self.taken)
+        """Return [t] by how much chi^2 grows without each row taken, and [n, t] with a candidate in its place."""
+        marks = self.rows @ self.free
+        inverse = torch.linalg.pinv(marks[self.taken])
         lone = 1 / inverse.norm(dim=0)
-        alone = ((self.sent @ inverse * lone) / self.error[:, None]).square().sum(0)
-        along = (self.marks @ (inverse * lone)).square()
-        outside = self.marks.square().sum(1) - (self.marks @ self.units.T).square().sum(1)
+        alone = (self.lines @ self.free @ inverse * lone).square().sum(0)
+        along = (marks @ (inverse * lone)).square()
+        outside = marks.square().sum(1) - (marks @ self.units.T).square().sum(1)
         return alone, alone * (1 - along / (along + outside.clamp_min(0)[:, None]).clamp_min(1e-300))
 
 
@@ -184,14 +224,13 @@ class PrefixPursuit:
         self, model: TextModel, blocks: dict[int, BlockDirections], words: Tensor, common: int, rng: torch.Generator
     ) -> None:
         self.model, self.blocks, self.words = model, blocks, words
-        self.taken: list[int] = []
         self.candidates: list[Prefix] = []
         count = -(-_ORDERS * (common + 1) * len(words) // _LONG)
         orders = torch.randint(len(words), (count, _LONG), generator=rng, device=rng.device).to(words.device)
         inputs = model.matrix_inputs([(layer, "q") for layer in blocks], words[orders])
         last = orders[:, 1:].flatten()
         for block, rows in zip(blocks.values(), inputs, strict=True):
-            behind = rows[:, 1:].double().flatten(0, 1)
+            behind = rows[:, 1:].double().flatten(0, 1) / block.columns
             some = [behind[last == word] for word in range(len(words))]
             varied = [torch.linalg.svd(own - own.mean(0), full_matrices=False).Vh[:common] for own in some if len(own)]
             block.without(torch.cat([own.mean(0, keepdim=True) for own in some if len(own)] + varied))
@@ -199,21 +238,31 @@ class PrefixPursuit:
 
     def sentences(self) -> dict[Prefix, bool]:
         """Return the sentences that explain everything; none where none do."""
-        room = _ROOM * min(block.free.shape[1] for block in self.blocks.values())
-        while not self._explained({layer: block.left for layer, block in self.blocks.items()}):
-            score = torch.stack([block.score() for block in self.blocks.values()]).sum(0)
-            score[self.taken] = 0
-            best = score.topk(min(1 + len(self.taken) // _AT_ONCE, len(score)))
-            some = best.indices[(best.values > 0) & (best.values >= _ALIKE * best.values[0])].tolist()
-            if not some or len(self.taken) + len(some) > room:
-                return {}
+        room = min(_OFTEN * len(self.words), *(int(_ROOM * block.free.shape[1]) for block in self.blocks.values()))
+        first, before = next(iter(self.blocks.values())), 0
+        while some := self._next():
             for at in some:
                 for block in self.blocks.values():
                     block.take(at)
-            self.taken += some
             self._follow([self.candidates[at] for at in some])
-            step(f"decode: {len(self.taken)} words put to sentences", len(self.taken))
+            count = len(first.taken)
+            step(f"decode: {count} words put to sentences", count)
+            if count >= _SOME * before:
+                before = count
+                if found := self._held():
+                    return found
+            if count > room:
+                return {}
         return self._held()
+
+    def _next(self) -> list[int]:
+        """Return the candidates that score best."""
+        blocks = list(self.blocks.values())
+        score = torch.stack([block.score() for block in blocks]).sum(0)
+        score[blocks[0].taken] = 0
+        best = score.topk(min(1 + len(blocks[0].taken) // _AT_ONCE, len(score)))
+        near: list[int] = best.indices[(best.values > 0) & (best.values >= _ALIKE * best.values[0])].tolist()
+        return near
 
     def _follow(self, prefixes: Sequence[Prefix]) -> None:
         """Add every word behind some prefixes to the candidates."""
@@ -227,29 +276,30 @@ class PrefixPursuit:
                 self.blocks[layer].add(rows.flatten(0, 1))
             self.candidates += [(*prefix, word) for prefix in some for word in self.words.tolist()]
 
-    def _explained(self, left: dict[int, Tensor]) -> bool:
-        """Say whether what is left of the directions is their rounding."""
-        misfits = torch.cat([self.blocks[layer].misfit(one) for layer, one in left.items()])
-        return float(misfits.mean()) < _LEFT
-
     def _held(self) -> dict[Prefix, bool]:
         """Return the sentences of the rows that are needed, if these alone explain everything; none if they do not."""
-        both = [block.costs() for block in self.blocks.values()]
+        blocks = list(self.blocks.values())
+        if not blocks[0].taken or blocks[0].held(blocks[0].all_taken())[1] > EXPLAINED:
+            return {}
+        prefixes = [self.candidates[at] for at in blocks[0].taken]
+        own = torch.stack([block.held(block.all_taken())[0] for block in blocks]).mean(0)
+        there = {
+            part for prefix, one in zip(prefixes, own.tolist(), strict=True) if one > IDLE for part in _parts(prefix)
+        }
+        ended = sorted(there - {prefix[:-1] for prefix in there})
+        if not ended or not self._explained(ended):
+            return {}
+        both = [block.costs() for block in blocks]
         alone, other = (torch.stack(one).sum(0) for one in zip(*both, strict=True))
         runs = [at for at, one in enumerate(self.candidates) if phantom(self.model, one)]
-        other[[*self.taken, *runs]] = torch.inf
-        needed = alone > _NEEDED
-        sure = needed & (other.min(0).values > _NEEDED)
-        prefixes = [self.candidates[at] for at in self.taken]
+        other[[*blocks[0].taken, *runs]] = torch.inf
+        chance = beyond_chance(sum(len(block.lines) for block in blocks))
+        sure = (alone > chance) & (other.min(0).values > chance)
         certain = {prefix for prefix, one in zip(prefixes, sure.tolist(), strict=True) if one}
-        held = {part for prefix, one in zip(prefixes, needed.tolist(), strict=True) if one for part in _parts(prefix)}
-        ended = sorted(held - {prefix[:-1] for prefix in held})
-        if not ended or not self._explained(self._off(ended)):
-            return {}
         return {sentence: certain.issuperset(_parts(sentence)) for sentence in ended}
 
-    def _off(self, sentences: Sequence[Prefix]) -> dict[int, Tensor]:
-        """Return what the rows of sentences, made anew, leave of each block's directions."""
+    def _explained(self, sentences: Sequence[Prefix]) -> bool:
+        """Say whether the rows of sentences, made anew, explain every block."""
         wanted, seen = [(layer, "q") for layer in self.blocks], set[Prefix]()
         rows: dict[int, list[Tensor]] = {layer: [] for layer in self.blocks}
         for one in sentences:
@@ -258,11 +308,7 @@ class PrefixPursuit:
             inputs = self.model.matrix_inputs(wanted, torch.tensor([one], device=self.words.device))
             for layer, some in zip(self.blocks, inputs, strict=True):
                 rows[layer].append(some[0, new].double())
-        left = dict[int, Tensor]()
-        for layer, own in rows.items():
-            basis = torch.linalg.qr(torch.cat(own).T).Q
-            left[layer] = self.blocks[layer].whole - (self.blocks[layer].whole @ basis) @ basis.T
-        return left
+        return all(block.held(torch.cat(rows[layer]))[1] < EXPLAINED for layer, block in self.blocks.items())
 
 
 def _parts(sentence: Prefix) -> list[Prefix]:

@@ -29,7 +29,6 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import EXPLAINED
-from gradaudit.leakage.uneven.least_squares import inverses, normal_matrices
 from gradaudit.leakage.uneven.steps import PlainStep
 from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.models.base import TextModel
@@ -44,14 +43,14 @@ _MOST = 0.9
 """Words taken at most, as a share of the dimensions: with as many words as dimensions anything is explained."""
 _LEFT = 2.0
 """Squared residuals, in the middle squared error, at which no more words are taken."""
-_UNKNOWN, _BOUND = 0.3, 3.0
+UNKNOWN, BOUND = 0.3, 3.0
 """Entries known worse than to this share of a typical one count as their bound, up to so many typical ones, until words
 explain them."""
 _FIRST, _MORE = 16, 3
 """Words taken before they are held against all entries: so many, and a third of those that are there."""
 _HEARD = 4
 """Words more a round that explain most of what is left in the entries' own errors."""
-_IDLE = 25.0
+IDLE = 25.0
 """A word whose coefficients each explain less than so many squared errors is none (measured, exact gradients: 1 of
 wrong words, 10^6 and more of right ones)."""
 _SURE, _SPREAD = 36.0, 6.0
@@ -70,7 +69,6 @@ _SEVERAL = (
     "adapters are read from one gradient, or from the change of one step of a fresh optimizer; of this change nothing "
     "tells the gradient (several steps, or how it was made was not told)"
 )
-_RIDGE = 1e-13
 _NOT_SENT = (
     "attack 'decode' needs the gradients of adapters on q, k or v of block 0, and none of them is in this update"
 )
@@ -92,6 +90,11 @@ class SparseWords:
     explained: bool
     directions: int
     limit: str
+
+
+def beyond_chance(lines: int) -> float:
+    """Return the squares that so many lines of errors explain of what is theirs in no case."""
+    return lines + _SPREAD * math.sqrt(2 * lines) + _SURE
 
 
 @torch.no_grad()
@@ -167,16 +170,16 @@ class _Pursuit:
         self.rows = self._off(self.whole)
         self.fitting, self.free = fitting, fitting.target.shape[1] - self.out.shape[1]
         self.error = fitting.deviation(fitting.target)
-        self.hardly = ~fitting.known | (self.error > _UNKNOWN)
+        self.hardly = ~fitting.known | (self.error > UNKNOWN)
         self.least = _LEFT * float(self.error.median().square())
         special = model.special
         self.special, self.never = special.ids, sorted(special.ids - {*special.prefix, *special.suffix})
-        self._believe(fitting.target.clamp(-_BOUND, _BOUND))
+        self._believe(fitting.target.clamp(-BOUND, BOUND))
 
     def _believe(self, fit: Tensor) -> None:
         """Take a fit for the entries that are hardly known, but not below the bound of those that have one."""
         target, known = self.fitting.target, self.fitting.known
-        bound = target.sign() * torch.maximum(fit * target.sign(), target.abs().clamp(max=_BOUND))
+        bound = target.sign() * torch.maximum(fit * target.sign(), target.abs().clamp(max=BOUND))
         target = torch.where(self.hardly, torch.where(known, fit, bound), target)
         errors = self.error[~self.hardly]
         self.sigma = float(errors.square().mean().sqrt()) if len(errors) else 1.0
@@ -205,7 +208,7 @@ class _Pursuit:
             taken = [*used, *(word for word, _ in more), *heard][: int(_MOST * self.free)]
             left, own, chi2 = self._held(taken)
             self._believe(left @ self._with(taken))
-            before, used = used, [word for word, one in zip(taken, own.tolist(), strict=True) if one > _IDLE]
+            before, used = used, [word for word, one in zip(taken, own.tolist(), strict=True) if one > IDLE]
             if len(used) < len(taken):
                 _, _, chi2 = self._held(used) if used else (left, own, math.inf)
             if len(used) <= len(before) or len(taken) >= _MOST * self.free:
@@ -220,8 +223,7 @@ class _Pursuit:
             if self.masked:
                 limit = f"adapters: {len(first)} words stand out of the {told}; dropout was on, so that none is certain"
             return SparseWords(self._named(first, [False] * len(first)), False, count, limit)
-        lines = len(self.sent)
-        chance = lines + _SPREAD * math.sqrt(2 * lines) + _SURE
+        chance = beyond_chance(len(self.sent))
         alone = self._by_chance(len(used)) < _CHANCE and float(self._gains(used).max()) < chance
         certain = [alone and cost > chance for cost in self._apart(used).tolist()]
         limit = f"adapters: {len(used)} words explain the {told}, {sum(certain)} of them for certain"
@@ -275,14 +277,8 @@ class _Pursuit:
 
     def _held(self, words: Sequence[int]) -> tuple[Tensor, Tensor, float]:
         """Return signals of words held fixed, what each explains in squared errors, and what all leave of them."""
-        fitting, rows = self.fitting, self._with(words)
-        left = fitting.signals(rows, 0.0)
-        weights = fitting.weights(left @ rows, 0.0)
-        alone = inverses(normal_matrices(rows, weights), _RIDGE).diagonal(dim1=1, dim2=2)
-        own = (left.square() / alone).mean(0)[: len(words)]
-        off = weights * (fitting.target - left @ rows).square()
-        free = int(fitting.there.sum()) - left.numel()
-        return left, own, float(off.sum()) / max(free, 1)
+        left, own, chi2 = self.fitting.held(self._with(words))
+        return left, own[: len(words)], chi2
 
     def _gains(self, words: Sequence[int]) -> Tensor:
         """Return [V] how much of chi^2 each word beside these explains of what they leave."""

@@ -20,7 +20,7 @@ _DEPENDENT = 1e-9
 """Gradients under two labels are one, but for their sign: weights of directions below this share are set to zero."""
 _PLAIN = 1e-3
 """A sentence's gradient is that of one label where it is so near, in units of its size."""
-_PASS = 6.0
+PASS = 6.0
 """Rounding of a whole pass forward and back, in times that of a sum over tokens: sentence by sentence and as a batch,
 gradients differ by 1e-6 of their size, 1.7 to 6 times what a sum makes (MiniLM, 1 to 16 sentences, blocks 0 to 2)."""
 _AT_ONCE = 16
@@ -166,7 +166,7 @@ class HeldBatch:
         off, count = 0.0, -self.weights.numel()
         for block, fit in zip(self.blocks, self.fits(), strict=True):
             seen, there, gradient = block.seen, block.fitting.there, fit * block.fitting.unit
-            apart = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient, _PASS)
+            apart = (seen.sent - seen.step.sent(gradient)) / seen.error(gradient, PASS)
             off += float(apart[there].square().sum())
             count += int(there.sum())
         return off / count

@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from gradaudit.leakage.uneven.entries import Entries
-from gradaudit.leakage.uneven.least_squares import against, normal_matrices, solved
+from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
 
 Part = tuple[slice | Tensor, slice | Tensor]
 EVERY = slice(None)
@@ -112,6 +112,22 @@ class Weighted:
         if left is None:
             return self._descended(rows, floor, every, _WIDE)[0]
         return self._settled(rows, floor, left, every)[0]
+
+    def held(self, rows: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Return signals of rows held fixed, [r] what each explains, and what all leave per degree of freedom.
+
+        Both in squared errors: a row that explains nothing beside the others makes about 1, the mean over lines.
+
+        Args:
+            rows: [r, d].
+        """
+        left = self.signals(rows, 0.0)
+        weights = self.weights(left @ rows, 0.0)
+        alone = inverses(normal_matrices(rows, weights), _LINE_RIDGE).diagonal(dim1=1, dim2=2)
+        own = (left.square() / alone).mean(0)
+        off = weights * (self.target - left @ rows).square()
+        free = int(self.there.sum()) - left.numel()
+        return left, own, float(off.sum()) / max(free, 1)
 
     def freed(self, rows: Tensor, floor: float, left: Tensor) -> Tensor:
         """Return signals with those lines found again that are stuck; see `signals`."""
