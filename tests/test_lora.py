@@ -53,6 +53,26 @@ def test_only_adapters_and_head_are_sent(folders, family, modules):
     assert paths == expected
 
 
+def test_adapters_stand_where_the_case_says_and_drop_out_what_it_says(folders, rows):
+    told = parse_case(case(folders, rows, rank=4, modules="q,v", blocks=[0, 2], dropout=0.25))
+    model = prepare(told, Path.cwd(), torch.device("cpu")).model
+    paths = {n.split(".lora_")[0] for n in model.parameters() if "lora_" in n}
+    assert paths == {
+        v.parameter.removesuffix(".weight") for b in (0, 2) for r in "qv" for v in model.family.views(b, r)
+    }
+    dropped = [p.p for n, p in model.module.named_modules() if "lora_dropout" in n and isinstance(p, torch.nn.Dropout)]
+    assert dropped == [0.25] * 4
+    assert "on q,v of block 0, 2, adapter dropout 0.25" in model.spec.title
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"), [({"blocks": [3]}, "no block 3"), ({"blocks": []}, "blocks"), ({"modules": "q,x"}, "modules")]
+)
+def test_adapters_nowhere_are_refused(folders, rows, lora, said):
+    with pytest.raises(BadInputError, match=said):
+        prepare(parse_case(case(folders, rows, **lora)), Path.cwd(), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gradient_s_rows_are_inputs_and_q_is_of_the_adapted_matrix(folders, family):
     """A's gradient lies in the span of what the block reads; the oracle is transformers' own forward pass."""

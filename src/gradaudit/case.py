@@ -95,7 +95,15 @@ class LoraTable(_Table):
 
     rank: int = Field(default=8, ge=1, description="r")
     alpha: float | None = Field(default=None, gt=0, description="scale; 2 r when not set")
-    modules: Literal["attention", "all-linear"] = Field(default="attention", description="what has adapters")
+    modules: str = Field(
+        default="attention",
+        pattern=r"^(attention|all-linear|[qkvofp](,[qkvofp])*)$",
+        description='what has adapters: "attention", "all-linear", or roles, as "q,v"',
+    )
+    blocks: Later[tuple[int, ...] | None] = Field(
+        default=None, min_length=1, description="blocks with adapters; all when not set"
+    )
+    dropout: Later[float] = Field(default=0.0, ge=0, lt=1, description="of what enters the adapters")
     warmup: int = Field(default=0, ge=0, description="steps of AdamW on other rows before the update")
     adapter: Later[str | None] = Field(
         default=None, description="folder of a saved adapter to begin with; it says rank, alpha and modules"

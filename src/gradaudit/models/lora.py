@@ -57,15 +57,19 @@ def add_adapters(module: Any, lora: Lora, seed: int) -> None:
     if lora.folder is not None:
         _add_saved(module, Path(lora.folder))
     else:
-        views = [
-            v for layer in range(len(family.blocks)) for role in _ROLES[lora.modules] for v in family.views(layer, role)
-        ]
+        every = range(len(family.blocks))
+        blocks = lora.blocks or every
+        if beyond := [block for block in blocks if block not in every]:
+            raise BadInputError(f"[lora] blocks: there is no block {beyond[0]}; this model has 0 to {every[-1]}")
+        roles = _ROLES.get(lora.modules) or lora.modules.split(",")
+        views = [view for block in blocks for role in roles for view in family.views(block, role)]
         widest = max(max(module.get_parameter(view.parameter).shape) for view in views)
         if lora.rank > widest:  # before memory is taken
             raise BadInputError(f"LoRA of rank {lora.rank} is above every width of its matrices; at most {widest}")
         how = {
             "r": lora.rank,
             "lora_alpha": lora.alpha if lora.alpha is not None else 2 * lora.rank,
+            "lora_dropout": lora.dropout,
             "target_modules": sorted({view.parameter.removesuffix(".weight") for view in views}),
             "fan_in_fan_out": any(view.transpose for view in views),
         }

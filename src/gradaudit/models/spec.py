@@ -81,7 +81,9 @@ class Lora:
     Args:
         rank: r.
         alpha: scale; None takes 2 r.
-        modules: "attention" (q, k, v, o of every block) or "all-linear" (and the feed-forward).
+        modules: "attention" (q, k, v, o), "all-linear" (and the feed-forward), or roles, as "q,v".
+        blocks: that have adapters; None for all.
+        dropout: of what enters the adapters, where the client trains with dropout.
         warmup: steps of AdamW on rows that are in no audited batch, before the update. peft begins with B = 0, and
             then A has no gradient: a first update gives nothing away that later ones do not.
         folder: of an adapter that was trained elsewhere, as peft saves it, at whose weights the update is made; it
@@ -90,7 +92,9 @@ class Lora:
 
     rank: int = 8
     alpha: float | None = None
-    modules: Literal["attention", "all-linear"] = "attention"
+    modules: str = "attention"
+    blocks: tuple[int, ...] | None = None
+    dropout: float = 0.0
     warmup: int = 0
     folder: str | None = None
 
@@ -100,4 +104,6 @@ class Lora:
         if self.folder is not None:
             return "LoRA as it was saved" + (f", after {self.warmup} steps" if self.warmup else "")
         after = f", after {self.warmup} steps" if self.warmup else ""
-        return f"LoRA r = {self.rank} on {self.modules}{after}"
+        where = "" if self.blocks is None else f" of block {', '.join(map(str, self.blocks))}"
+        dropped = f", adapter dropout {self.dropout:g}" if self.dropout else ""
+        return f"LoRA r = {self.rank} on {self.modules}{where}{dropped}{after}"
