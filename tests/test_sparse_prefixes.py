@@ -11,9 +11,10 @@ import torch
 
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
-from gradaudit.leakage.rowspace.sparse_prefixes import sparse_sentences
+from gradaudit.leakage.rowspace.sparse_prefixes import PrefixPursuit, _blocks, put_together, sparse_sentences
+from gradaudit.leakage.rowspace.sparse_words import beyond_chance
 from gradaudit.streams import stream
-from gradaudit.types import Given, LocalTraining
+from gradaudit.types import Given, LocalTraining, NamedWord
 from test_sparse_words import adapted
 from tiny_models import batch_of, seen_of, sentences
 
@@ -126,6 +127,49 @@ def test_what_is_called_certain_was_in_the_batch(deep, seed):
     words = sorted({token for ids in batch.sequences() for token in ids})
     found = sparse_sentences(seen_of(Client(model), batch), words, stream(seed, "orders"))
     assert {text for text, sure in found.items() if sure} <= set(told(batch))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_entries_that_are_hardly_known_prove_nothing_wrong(llama, seed):
+    """With an eps below the gradients most entries are bounds, which too few rows explain as well."""
+    batch = batch_of(llama, sentences([4, 3], seed))
+    how = LocalTraining("adamw", 1e-3, weight_decay=0.1, eps=10.0 ** -(3 + seed % 3))
+    found = Decode()(seen_of(Client(llama, how), batch), stream(0, "attack"))
+    sure = {text for text, one in zip(found.sequences, found.certificates or (), strict=True) if one == "proven"}
+    assert sure <= set(told(batch))
+
+
+def test_a_word_that_stands_in_no_sentence_leaves_them_unproven(llama):
+    batch = batch_of(llama, sentences([5, 4], 1))
+    tokens = sorted({token for ids in batch.sequences() for token in ids})
+    stray = next(t for t in range(llama.vocabulary_size) if t not in {*tokens, *llama.special.ids})
+    for words, said in ((tokens, "proven"), ([*tokens, stray], "likely")):
+        found = put_together(seen_of(Client(llama), batch), [NamedWord(t, certain=True) for t in words], stream(0, "o"))
+        assert set(found.sequences) == set(told(batch))
+        assert found.certificates == (said,) * 2
+
+
+def test_what_is_left_is_heard(llama):
+    """Without one row of the batch that row explains most of what is left; with all, nothing explains anything."""
+    batch = batch_of(llama, sentences([5, 4], 1))
+    seen = seen_of(Client(llama, LocalTraining("sgd", 0.1)), batch)
+    tokens = torch.tensor(sorted({token for ids in batch.sequences() for token in ids}))
+    blocks = _blocks(seen, 100)
+    pursuit = PrefixPursuit(llama, blocks, tokens, 0, stream(0, "orders"))
+    every = [ids[: n + 1] for ids in told(batch) for n in range(len(ids))]
+    for prefix in every:
+        pursuit._follow([prefix])
+    *most, last = [pursuit.candidates.index(prefix) for prefix in every]
+    chance = beyond_chance(sum(len(block.lines) for block in blocks.values()))
+    for at in most:
+        for block in blocks.values():
+            block.take(at)
+    unheard = torch.stack([block.unheard() for block in blocks.values()]).sum(0)
+    assert int(unheard.argmax()) == last
+    assert float(unheard[last]) > 10 * chance
+    for block in blocks.values():
+        block.take(last)
+    assert float(torch.stack([block.unheard() for block in blocks.values()]).sum(0).max()) < chance
 
 
 def test_a_word_that_another_one_could_stand_for_is_not_certain(deep):

@@ -57,6 +57,8 @@ prefixes taken at most for each word of the batch."""
 _LONE = 1e-10
 """A row of whose square less than this share is left is one of those taken already: in a rotary model "that that" at a
 sentence's start has the rows of "that"."""
+_LITTLE = 1e-4
+"""A row of which less than this share is left is heard as if so much were: it resembles those taken too much."""
 _FEWER = "fewer sentences than the batch has: one that is there twice, or begins another one, has no row of its own"
 
 
@@ -101,11 +103,11 @@ def _sent(seen: Observation, layer: int) -> Entries | None:
     sent = {v.name: g for r in "qkv" for v, g in zip(seen.model.views(layer, r), seen.role(layer, r), strict=False)}
     if not any(bool(g.any()) for g in sent.values()):
         return None
-    changes = entries(seen, layer)
-    if changes is not None or seen.kind == "delta":
-        return changes
-    whole = exact(sent)
-    return replace(whole, spread=PASS * whole.own(whole.sent))
+    changes = entries(seen, layer) or (exact(sent) if seen.kind == "gradient" else None)
+    if changes is None:
+        return None
+    gradient, _ = changes.step.behind(changes.sent, changes.spread)
+    return replace(changes, spread=changes.error(gradient, PASS))
 
 
 def put_together(seen: Observation, words: Sequence[NamedWord], rng: torch.Generator) -> Reconstruction:
@@ -122,7 +124,8 @@ def put_together(seen: Observation, words: Sequence[NamedWord], rng: torch.Gener
     read = named(seen, list(found), (), {})
     # without labels, which tell that these are all, the directions alone prove them
     plain = ("proven",) * len(found) if read.labels is None else read.certificates or ()
-    certain = [one and sure.issuperset(text) for text, one in found.items()]
+    all_used = {word.token for word in words} <= {token for text in found for token in text}
+    certain = [one and all_used and sure.issuperset(text) for text, one in found.items()]
     certificates = tuple(told if one else "likely" for told, one in zip(plain, certain, strict=True))
     few = len(found) < (seen.knowledge.batch_size or 0)
     return replace(read, certificates=certificates, notes=(*read.notes, *[_FEWER] * few))
@@ -198,6 +201,19 @@ class BlockDirections:
         _, own, chi2 = self.fitting.held(rows / self.fitting.columns)
         return own, chi2
 
+    def unheard(self) -> Tensor:
+        """Return [n] how much each candidate explains of what the rows taken leave, in squared errors."""
+        fitting, rows = self.fitting, self.all_taken() / self.fitting.columns
+        every = self.rows * (self.columns / fitting.columns)
+        left = fitting.signals(rows, 0.0)
+        weights = fitting.weights(left @ rows, 0.0)
+        rest = weights * (fitting.target - left @ rows)
+        basis = torch.linalg.qr(rows.T).Q
+        outside = 1 - (every @ basis).square().sum(1) / every.square().sum(1).clamp_min(1e-300)
+        size = (weights @ every.square().T) * outside.clamp_min(_LITTLE)
+        gain: Tensor = ((rest @ every.T).square() / size.clamp_min(1e-300)).sum(0)
+        return gain
+
     def costs(self) -> tuple[Tensor, Tensor]:
         """Return [t] by how much chi^2 grows without each row taken, and [n, t] with a candidate in its place."""
         marks = self.rows @ self.free
@@ -225,8 +241,9 @@ class PrefixPursuit:
     ) -> None:
         self.model, self.blocks, self.words = model, blocks, words
         self.candidates: list[Prefix] = []
-        count = -(-_ORDERS * (common + 1) * len(words) // _LONG)
-        orders = torch.randint(len(words), (count, _LONG), generator=rng, device=rng.device).to(words.device)
+        long = min(_LONG, model.max_length)
+        count = -(-_ORDERS * (common + 1) * len(words) // long)
+        orders = torch.randint(len(words), (count, long), generator=rng, device=rng.device).to(words.device)
         inputs = model.matrix_inputs([(layer, "q") for layer in blocks], words[orders])
         last = orders[:, 1:].flatten()
         for block, rows in zip(blocks.values(), inputs, strict=True):
@@ -267,7 +284,8 @@ class PrefixPursuit:
     def _follow(self, prefixes: Sequence[Prefix]) -> None:
         """Add every word behind some prefixes to the candidates."""
         layers = list(self.blocks)
-        for length, group in groupby(sorted(prefixes, key=len), key=len):
+        grown = sorted((prefix for prefix in prefixes if len(prefix) < self.model.max_length), key=len)
+        for length, group in groupby(grown, key=len):
             some = list(group)
             ids = torch.tensor(some, dtype=torch.long, device=self.words.device).view(len(some), length)
             measures = [((layer, "q"), Tensor.double) for layer in layers]
@@ -294,7 +312,10 @@ class PrefixPursuit:
         runs = [at for at, one in enumerate(self.candidates) if phantom(self.model, one)]
         other[[*blocks[0].taken, *runs]] = torch.inf
         chance = beyond_chance(sum(len(block.lines) for block in blocks))
-        sure = (alone > chance) & (other.min(0).values > chance)
+        # entries that are hardly known are explained by too few rows, too: then others are still heard
+        unheard = torch.stack([block.unheard() for block in blocks]).sum(0)
+        unheard[blocks[0].taken] = 0
+        sure = (alone > chance) & (other.min(0).values > chance) & bool(unheard.max() < chance)
         certain = {prefix for prefix, one in zip(prefixes, sure.tolist(), strict=True) if one}
         return {sentence: certain.issuperset(_parts(sentence)) for sentence in ended}
 
