@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gradaudit.attacks.decode as attack_file
+import gradaudit.leakage.decoding.explain as explain_file
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
@@ -188,7 +189,7 @@ def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load,
     batch = tiny_models.batch_of(model, ["river stone", "moon of the"])
     right = [tuple(s) for s in batch.sequences()]
     monkeypatch.setattr(attack_file, "grow", lambda *_: Grown(right, 1))
-    monkeypatch.setattr(attack_file, "explain", lambda *_: Explained((0, 1), 1e-7, (1.0, 3e-6)))
+    monkeypatch.setattr(explain_file, "explain", lambda *_: Explained((0, 1), 1e-7, (1.0, 3e-6)))
     found = Decode()(tiny_models.seen_of(Client(model), batch), stream(0, "attack"))
     assert found.certificates == ("proven", "likely")
     assert any("too little" in note for note in found.notes)

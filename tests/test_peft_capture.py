@@ -230,12 +230,13 @@ def test_words_alone_are_an_answer_of_the_program_and_are_shown(folders, tmp_pat
     texts = sentences([5, 4], 1)
     with capture(model, tmp_path / "up", tokenizer=tokenizer):
         step(model, tokenizer, texts, torch.optim.SGD(model.parameters(), lr=0.1))
-    code, out, err = gradaudit("attack", tmp_path / "up", "--attack", "decode")
+    told = ("--attack", "decode", "--selection", "0:q,k,v")  # block 0 tells words alone
+    code, out, err = gradaudit("attack", tmp_path / "up", *told)
     assert code == 0, err
     assert "0 sentences" in out
     assert "9 words, 9 of them for certain" in out
     assert all(word in out for word in words_of(texts))
-    code, out, _ = gradaudit("attack", tmp_path / "up", tmp_path / "up", "--attack", "decode")
+    code, out, _ = gradaudit("attack", tmp_path / "up", tmp_path / "up", *told)
     assert code == 0
     assert out.count("9 words, 9 of them for certain") == 2
 
