@@ -13,6 +13,7 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.sparse_prefixes import PrefixPursuit, _blocks, put_together, sparse_sentences
 from gradaudit.leakage.rowspace.sparse_words import beyond_chance
+from gradaudit.leakage.uneven.followed import LAST_MISSING
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining, NamedWord
 from test_sparse_words import adapted
@@ -78,6 +79,24 @@ def test_the_batch_size_need_not_be_known(llama):
     found = read(llama, batch, batch_size=False)
     assert set(found.sequences) == set(told(batch))
     assert found.certificates == ("proven",) * 2
+
+
+@pytest.mark.parametrize("how", [LocalTraining("none"), LocalTraining("sgd", 0.1)], ids=lambda how: how.optimizer)
+def test_of_next_word_prediction_the_last_word_is_missing_and_nothing_is_proven(deep, how):
+    model = adapted(deep, 2, task="causal-lm")
+    batch = batch_of(model, sentences([5, 4], 1))
+    found = Decode()(seen_of(Client(model, how), batch), stream(0, "attack"))
+    assert set(found.sequences) == {tuple(ids[:-1]) for ids in batch.sequences()}
+    assert found.certificates == ("likely",) * 2
+    assert LAST_MISSING in found.notes
+
+
+def test_more_sentences_than_the_batch_has_are_not_proven(llama):
+    batch = batch_of(llama, sentences([5, 4], 1))
+    seen = seen_of(Client(llama), batch)
+    seen = replace(seen, knowledge=replace(seen.knowledge, batch_size=1))
+    found = Decode()(seen, stream(0, "attack"))
+    assert set(found.certificates or ()) == {"likely"}
 
 
 def test_words_that_occur_often_are_put_where_they_stand(llama):

@@ -24,9 +24,9 @@ from gradaudit.types import LocalTraining, NamedWord
 from tiny_models import WORDS, batch_of, seen_of, sentences
 
 
-def adapted(name: str, rank: int, trained: bool = True):
+def adapted(name: str, rank: int, trained: bool = True, task: str = "classification"):
     """A model with adapters, as after some steps: B is not zero."""
-    model = load_model(ModelSpec(name, lora=Lora(rank)))
+    model = load_model(ModelSpec(name, task, lora=Lora(rank)))
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter, value in model.parameters().items():

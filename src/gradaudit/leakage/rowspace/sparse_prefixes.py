@@ -27,6 +27,7 @@ from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
 from gradaudit.leakage.rowspace.sparse_words import BOUND, IDLE, UNKNOWN, beyond_chance, exact
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import EXPLAINED
+from gradaudit.leakage.uneven.followed import LAST_MISSING
 from gradaudit.leakage.uneven.held import PASS
 from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.models.base import TextModel
@@ -124,11 +125,15 @@ def put_together(seen: Observation, words: Sequence[NamedWord], rng: torch.Gener
     read = named(seen, list(found), (), {})
     # without labels, which tell that these are all, the directions alone prove them
     plain = ("proven",) * len(found) if read.labels is None else read.certificates or ()
+    size, lost = seen.knowledge.batch_size or len(found), seen.model.spec.task == "causal-lm"
     all_used = {word.token for word in words} <= {token for text in found for token in text}
-    certain = [one and all_used and sure.issuperset(text) for text, one in found.items()]
-    certificates = tuple(told if one else "likely" for told, one in zip(plain, certain, strict=True))
-    few = len(found) < (seen.knowledge.batch_size or 0)
-    return replace(read, certificates=certificates, notes=(*read.notes, *[_FEWER] * few))
+    whole = all_used and len(found) <= size and not lost
+    certificates = tuple(
+        told if whole and one and sure.issuperset(text) else "likely"
+        for told, (text, one) in zip(plain, found.items(), strict=True)
+    )
+    notes = (*read.notes, *[_FEWER] * (len(found) < size), *[LAST_MISSING] * lost)
+    return replace(read, certificates=certificates, notes=notes)
 
 
 class BlockDirections:
