@@ -11,6 +11,7 @@ import torch
 
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
+from gradaudit.leakage.rowspace import sparse_prefixes
 from gradaudit.leakage.rowspace.sparse_prefixes import PrefixPursuit, _blocks, put_together, sparse_sentences
 from gradaudit.leakage.rowspace.sparse_words import beyond_chance
 from gradaudit.leakage.uneven.followed import LAST_MISSING
@@ -158,6 +159,17 @@ def test_entries_that_are_hardly_known_prove_nothing_wrong(llama, seed):
     assert sure <= set(told(batch))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_where_others_are_still_heard_nothing_is_certain(llama, seed, monkeypatch):
+    """As where chi^2 is blind: whatever is taken first passes for everything."""
+    monkeypatch.setattr(sparse_prefixes, "EXPLAINED", 1e30)
+    batch = batch_of(llama, sentences([5, 4], seed))
+    words = [token for ids in batch.sequences() for token in ids]
+    found = sparse_sentences(seen_of(Client(llama), batch), words, stream(0, "orders"))
+    assert found
+    assert not any(found.values())
+
+
 def test_a_word_that_stands_in_no_sentence_leaves_them_unproven(llama):
     batch = batch_of(llama, sentences([5, 4], 1))
     tokens = sorted({token for ids in batch.sequences() for token in ids})
@@ -166,6 +178,14 @@ def test_a_word_that_stands_in_no_sentence_leaves_them_unproven(llama):
         found = put_together(seen_of(Client(llama), batch), [NamedWord(t, certain=True) for t in words], stream(0, "o"))
         assert set(found.sequences) == set(told(batch))
         assert found.certificates == (said,) * 2
+
+
+def test_a_word_that_is_not_certain_leaves_its_sentence_unproven(llama):
+    batch = batch_of(llama, sentences([5, 4], 1))
+    first, second = map(tuple, batch.sequences())
+    words = [NamedWord(token, certain=token != first[2]) for token in (*first, *second)]
+    found = put_together(seen_of(Client(llama), batch), words, stream(0, "o"))
+    assert dict(zip(found.sequences, found.certificates or (), strict=True)) == {first: "likely", second: "proven"}
 
 
 def test_what_is_left_is_heard(llama):

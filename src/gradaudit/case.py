@@ -17,7 +17,7 @@ from gradaudit.defenses.base import Defense
 from gradaudit.errors import BadInputError, unknown_name
 from gradaudit.files import read_toml, refuse_depth
 from gradaudit.metrics.text import PUBLISHED
-from gradaudit.models.spec import Lora, Loss, Task
+from gradaudit.models.spec import Lora, Loss, Modules, Task
 from gradaudit.registry import build, describe, identity
 from gradaudit.selection import Selection
 from gradaudit.types import Given, LocalTraining, Precision
@@ -95,9 +95,8 @@ class LoraTable(_Table):
 
     rank: int = Field(default=8, ge=1, description="r")
     alpha: float | None = Field(default=None, gt=0, description="scale; 2 r when not set")
-    modules: str = Field(
+    modules: Modules = Field(
         default="attention",
-        pattern=r"^(attention|all-linear|[qkvofp](,[qkvofp])*)$",
         description='what has adapters: "attention", "all-linear", or roles, as "q,v"',
     )
     blocks: Later[tuple[int, ...] | None] = Field(

@@ -13,12 +13,11 @@ from torch import Tensor
 from gradaudit import files
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.families import FAMILIES
-from gradaudit.models.spec import Lora
+from gradaudit.models.spec import Lora, roles_of
 from gradaudit.streams import global_stream, stream
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a saved adapter, as peft names them."""
-_ROLES = {"attention": "qkvo", "all-linear": "qkvofp"}
 _BEFORE = "base_model.model."
 """What peft puts before the names of the model's own parameters."""
 _PLAIN = re.compile(r"[\w.]+")
@@ -61,8 +60,7 @@ def add_adapters(module: Any, lora: Lora, seed: int) -> None:
         blocks = lora.blocks or every
         if beyond := [block for block in blocks if block not in every]:
             raise BadInputError(f"[lora] blocks: there is no block {beyond[0]}; this model has 0 to {every[-1]}")
-        roles = _ROLES.get(lora.modules) or lora.modules.split(",")
-        views = [view for block in blocks for role in roles for view in family.views(block, role)]
+        views = [view for block in blocks for role in roles_of(lora.modules) for view in family.views(block, role)]
         widest = max(max(module.get_parameter(view.parameter).shape) for view in views)
         if lora.rank > widest:  # before memory is taken
             raise BadInputError(f"LoRA of rank {lora.rank} is above every width of its matrices; at most {widest}")

@@ -30,6 +30,29 @@ def _known(task: str) -> str:
 
 Task = Annotated[str, AfterValidator(_known)]
 """Name of a task, checked where it is read."""
+
+_GROUPS = {"attention": "qkvo", "all-linear": "qkvofp"}
+
+
+def roles_of(modules: str) -> tuple[str, ...]:
+    """Return the roles of the matrices that have adapters.
+
+    Raises:
+        ValueError: what is named is neither a group of roles nor roles.
+    """
+    roles = tuple(_GROUPS.get(modules) or modules.split(","))
+    if not set(roles) <= set(_GROUPS["all-linear"]):
+        raise ValueError('Input should be "attention", "all-linear", or roles of q, k, v, o, f, p, as "q,v"')
+    return roles
+
+
+def _named(modules: str) -> str:
+    roles_of(modules)
+    return modules
+
+
+Modules = Annotated[str, AfterValidator(_named)]
+"""Which matrices have adapters, checked where it is read."""
 Loss = Literal["cross-entropy", "squared"]
 """What the client minimizes: see `ModelSpec`."""
 

@@ -219,15 +219,16 @@ class BlockDirections:
         gain: Tensor = ((rest @ every.T).square() / size.clamp_min(1e-300)).sum(0)
         return gain
 
-    def costs(self) -> tuple[Tensor, Tensor]:
-        """Return [t] by how much chi^2 grows without each row taken, and [n, t] with a candidate in its place."""
+    def costs(self) -> Tensor:
+        """Return [n, t] by how much chi^2 grows with each candidate in the place of each row taken."""
         marks = self.rows @ self.free
         inverse = torch.linalg.pinv(marks[self.taken])
         lone = 1 / inverse.norm(dim=0)
         alone = (self.lines @ self.free @ inverse * lone).square().sum(0)
         along = (marks @ (inverse * lone)).square()
         outside = marks.square().sum(1) - (marks @ self.units.T).square().sum(1)
-        return alone, alone * (1 - along / (along + outside.clamp_min(0)[:, None]).clamp_min(1e-300))
+        grown: Tensor = alone * (1 - along / (along + outside.clamp_min(0)[:, None]).clamp_min(1e-300))
+        return grown
 
 
 class PrefixPursuit:
@@ -312,15 +313,14 @@ class PrefixPursuit:
         ended = sorted(there - {prefix[:-1] for prefix in there})
         if not ended or not self._explained(ended):
             return {}
-        both = [block.costs() for block in blocks]
-        alone, other = (torch.stack(one).sum(0) for one in zip(*both, strict=True))
+        other = torch.stack([block.costs() for block in blocks]).sum(0)
         runs = [at for at, one in enumerate(self.candidates) if phantom(self.model, one)]
         other[[*blocks[0].taken, *runs]] = torch.inf
         chance = beyond_chance(sum(len(block.lines) for block in blocks))
         # entries that are hardly known are explained by too few rows, too: then others are still heard
         unheard = torch.stack([block.unheard() for block in blocks]).sum(0)
         unheard[blocks[0].taken] = 0
-        sure = (alone > chance) & (other.min(0).values > chance) & bool(unheard.max() < chance)
+        sure = (other.min(0).values > chance) & bool(unheard.max() < chance)
         certain = {prefix for prefix, one in zip(prefixes, sure.tolist(), strict=True) if one}
         return {sentence: certain.issuperset(_parts(sentence)) for sentence in ended}
 
