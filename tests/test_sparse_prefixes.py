@@ -12,7 +12,7 @@ import torch
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace import sparse_prefixes
-from gradaudit.leakage.rowspace.sparse_prefixes import PrefixPursuit, _blocks, put_together, sparse_sentences
+from gradaudit.leakage.rowspace.sparse_prefixes import PrefixPursuit, Unheard, _blocks, put_together, sparse_sentences
 from gradaudit.leakage.rowspace.sparse_words import beyond_chance
 from gradaudit.leakage.uneven.followed import LAST_MISSING
 from gradaudit.streams import stream
@@ -180,6 +180,21 @@ def test_a_word_that_stands_in_no_sentence_leaves_them_unproven(llama):
         assert found.certificates == (said,) * 2
 
 
+def test_prefixes_taken_wrongly_are_dropped(llama):
+    batch = batch_of(llama, sentences([5, 4], 1))
+    seen = seen_of(Client(llama), batch)
+    tokens = torch.tensor(sorted({token for ids in batch.sequences() for token in ids}))
+    pursuit = PrefixPursuit(llama, _blocks(seen, 100), tokens, 0, stream(0, "orders"))
+    right = [ids[: n + 1] for ids in told(batch) for n in range(len(ids))]
+    pursuit._follow([prefix[:-1] for prefix in right if len(prefix) > 1])
+    first, second = told(batch)
+    wrong = [(*first[:2], second[1]), (second[2],)]
+    for prefix in [*right, *wrong]:
+        for block in pursuit.blocks.values():
+            block.take(pursuit.candidates.index(prefix))
+    assert pursuit._held() == dict.fromkeys(told(batch), True)
+
+
 def test_a_word_that_is_not_certain_leaves_its_sentence_unproven(llama):
     batch = batch_of(llama, sentences([5, 4], 1))
     first, second = map(tuple, batch.sequences())
@@ -188,9 +203,10 @@ def test_a_word_that_is_not_certain_leaves_its_sentence_unproven(llama):
     assert dict(zip(found.sequences, found.certificates or (), strict=True)) == {first: "likely", second: "proven"}
 
 
-def test_what_is_left_is_heard(llama):
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_what_is_left_is_heard(llama, seed):
     """Without one row of the batch that row explains most of what is left; with all, nothing explains anything."""
-    batch = batch_of(llama, sentences([5, 4], 1))
+    batch = batch_of(llama, sentences([5, 4], seed))
     seen = seen_of(Client(llama, LocalTraining("sgd", 0.1)), batch)
     tokens = torch.tensor(sorted({token for ids in batch.sequences() for token in ids}))
     blocks = _blocks(seen, 100)
@@ -199,16 +215,46 @@ def test_what_is_left_is_heard(llama):
     for prefix in every:
         pursuit._follow([prefix])
     *most, last = [pursuit.candidates.index(prefix) for prefix in every]
+    others = torch.tensor([at for at in range(len(pursuit.candidates)) if at not in most])
     chance = beyond_chance(sum(len(block.lines) for block in blocks.values()))
+
+    def heard() -> torch.Tensor:
+        return torch.stack([block.unheard().exactly(others) for block in blocks.values()]).sum(0)
+
     for at in most:
         for block in blocks.values():
             block.take(at)
-    unheard = torch.stack([block.unheard() for block in blocks.values()]).sum(0)
-    assert int(unheard.argmax()) == last
-    assert float(unheard[last]) > 10 * chance
+    without = heard()
+    assert int(others[without.argmax()]) == last
+    assert float(without.max()) > 10 * chance
     for block in blocks.values():
         block.take(last)
-    assert float(torch.stack([block.unheard() for block in blocks.values()]).sum(0).max()) < chance
+    assert float(heard().max()) < chance
+
+
+def test_what_a_candidate_explains_is_what_a_fit_with_it_gains():
+    """Against least squares of each line, its entries weighed; and roughly where all weigh alike."""
+    draw = torch.Generator().manual_seed(0)
+    rows, candidates = (torch.randn(n, 12, dtype=torch.double, generator=draw) for n in (4, 5))
+    weights = torch.rand(3, 12, dtype=torch.double, generator=draw) * 100 + 1
+    target = torch.randn(3, 12, dtype=torch.double, generator=draw)
+
+    def missed(some: torch.Tensor, weights: torch.Tensor) -> tuple[float, torch.Tensor]:
+        left = torch.stack(
+            [
+                torch.linalg.lstsq((some * w.sqrt()).T, (t * w.sqrt())[:, None]).solution[:, 0]
+                for t, w in zip(target, weights, strict=True)
+            ]
+        )
+        off = target - left @ some
+        return float((weights * off.square()).sum()), weights * off
+
+    for given in (weights, torch.full_like(weights, 7.0)):
+        before, off = missed(rows, given)
+        gained = torch.tensor([before - missed(torch.cat([rows, one[None]]), given)[0] for one in candidates])
+        left = Unheard(rows, candidates, given, off)
+        torch.testing.assert_close(left.exactly(torch.arange(5)), gained.double())
+    torch.testing.assert_close(left.about(), gained.double())
 
 
 def test_a_word_that_another_one_could_stand_for_is_not_certain(deep):
