@@ -210,13 +210,13 @@ def test_under_autocast_sentences_are_read_and_not_proven(load):
 
 @pytest.mark.minilm
 def test_a_real_model_s_gradients_are_made_as_autocast_makes_them():
-    """Made in float32 they leave a chi^2 of 90,000, as autocast rounds 300."""
+    """Made in float32 they leave a chi^2 of 90,000; as autocast rounds 300, and on AMX 4,400."""
     model = load_model(ModelSpec("minilm"))
     batch = make_batch(model, ["Rufus owes Clara nine euros.", "My key lies under the third pot."], [0, 1])
     found = read(model, batch, LocalTraining("none", precision="bf16"), "0-1:q,k,v")
     assert dict(zip(found.sequences, found.labels or (), strict=True)) == told(batch)
     assert found.certificates == ("likely",) * 2
-    assert found.details["chi2"] < 5_000
+    assert found.details["chi2"] < 10_000
 
 
 @pytest.mark.minilm

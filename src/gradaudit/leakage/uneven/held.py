@@ -19,7 +19,9 @@ _SETTLING = (FLOORS[-1], FLOORS[-1], 0.0, 0.0)
 _DEPENDENT = 1e-9
 """Gradients under two labels are one, but for their sign: weights of directions below this share are set to zero."""
 _PLAIN = 1e-3
-"""A sentence's gradient is that of one label where it is so near, in units of its size."""
+"""A sentence's gradient is that of one label where it is so near, in units of its size, or half a unit in the last
+place of the type that a pass was rounded to: a processor's kernel for one sentence may be another one than for the batch
+(bfloat16 on AMX: 2e-3, without 3e-4; the other label is at 1e-2)."""
 PASS = 6.0
 """Rounding of a whole pass forward and back, in times that of a sum over tokens: sentence by sentence and as a batch,
 gradients differ by 1e-6 of their size, 1.7 to 6 times what a sum makes (MiniLM, 1 to 16 sentences, blocks 0 to 2)."""
@@ -174,6 +176,8 @@ class HeldBatch:
     def solved(self, proven: Sequence[bool]) -> tuple[list[Solved], list[float | None]]:
         """Return the sentences with their labels, and each one's share where it has one label."""
         found, shares = list[Solved](), list[float | None]()
+        narrow = [torch.finfo(kind).eps / 2 for block in self.blocks if (kind := block.seen.rounded) is not None]
+        plain = max([_PLAIN, *narrow])
         for at, sentence in enumerate(self.sentences):
             options = torch.cat([own[at].flatten(1) for own in self.own], 1).double()
             sent = self.weights[at] @ options
@@ -181,7 +185,7 @@ class HeldBatch:
             off = (sent - along[:, None] * options).norm(dim=1) / sent.norm().clamp_min(1e-300)
             off = torch.where(along > 0, off, torch.inf)
             label = int(off.argmin())
-            share = float(along[label]) if float(off[label]) < _PLAIN else None
+            share = float(along[label]) if float(off[label]) < plain else None
             weights = [share if y == label else 0.0 for y in range(len(along))] if share else self.weights[at].tolist()
             found.append(Solved(sentence, label, proven[at], tuple(weights)))
             shares.append(share)
