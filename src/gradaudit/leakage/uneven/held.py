@@ -20,8 +20,8 @@ _DEPENDENT = 1e-9
 """Gradients under two labels are one, but for their sign: weights of directions below this share are set to zero."""
 _PLAIN = 1e-3
 """A sentence's gradient is that of one label where it is so near, in units of its size, or half a unit in the last
-place of the type that a pass was rounded to: a processor's kernel for one sentence may be another one than for the batch
-(bfloat16 on AMX: 2e-3, without 3e-4; the other label is at 1e-2)."""
+place of the type that a pass was rounded to: a processor may round one sentence otherwise than the batch (bfloat16 on
+AMX: 2e-3, without 3e-4; the other label is at 1e-2)."""
 PASS = 6.0
 """Rounding of a whole pass forward and back, in times that of a sum over tokens: sentence by sentence and as a batch,
 gradients differ by 1e-6 of their size, 1.7 to 6 times what a sum makes (MiniLM, 1 to 16 sentences, blocks 0 to 2)."""
