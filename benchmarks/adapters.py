@@ -1,13 +1,14 @@
 """What words and sentences the updates of LoRA adapters give away, far beyond their directions.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps several
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0,
 for sentences and steps everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step
 of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences
-(one gradient), steps (sentences from one step). The attacker has the weights with the adapters as they are, the batch
-size, the dropout rate, and of a change how it was made; not labels or lengths. Draw 5051 was seen by nobody before the
-method stood. Records hold no text. Failures count 0; "certain" is over all batches.
+(one gradient), steps (sentences from one step), several (words from several steps of AdamW together). The attacker has
+the weights with the adapters as they are, the batch size, the dropout rate, and of a change how it was made; not
+labels or lengths. Draw 5051 was seen by nobody before the method stood. Records hold no text. Failures count 0;
+"certain" is over all batches.
 """
 
 from __future__ import annotations
@@ -25,16 +26,25 @@ DRAW = 5051
 
 
 def one(
-    size: int, batches: int, rank: int = 8, model: str = "smollm2", tensors: str = "0:q,k,v", **client: Any
+    size: int,
+    batches: int,
+    rank: int = 8,
+    model: str = "smollm2",
+    tensors: str = "0:q,k,v",
+    warmup: int = 10,
+    **client: Any,
 ) -> Cell:
     """Return a cell of CoLA."""
     how = {"dropout": False} | client
     told = f"{client.get('optimizer', 'gradient')} {client.get('learning_rate', '')}".strip()
-    told += ", dropout on" * how["dropout"]
+    told += ", dropout on" * how["dropout"] + ", fresh adapters" * (not warmup)
+    if "epochs" in how:
+        some = how.get("minibatch")
+        told += f", {how['epochs'] * -(-size // (some or size))} steps" + f" of {some}" * bool(some)
     return Cell(
         "cola", size, batches, how, model, tensors=tensors, seed=DRAW, title=told,
         name=f"adapters-{told.replace(', ', '-')}-{model}-r{rank}-b{size}{'-all' * (tensors == 'all')}",
-        more={"lora": {"rank": rank, "warmup": 10}},
+        more={"lora": {"rank": rank, "warmup": warmup}},
         facts={"rank": rank},
     )  # fmt: skip
 
@@ -62,6 +72,20 @@ GROUPS = {
         one(b, n, tensors="all", **how)
         for how in ({**ADAMW, "learning_rate": 2e-4}, {**ADAMW, "learning_rate": 5e-5}, SGD)
         for b, n in ((1, 10), (2, 10), (4, 5), (8, 3))
+    ],
+    "several": lambda: [
+        one(b, n, learning_rate=2e-4, **ADAMW, **how)
+        for b, n, how in (
+            (1, 10, {"epochs": 2}),
+            (1, 10, {"epochs": 4}),
+            (1, 5, {"epochs": 10}),
+            (1, 10, {"epochs": 2, "warmup": 0}),
+            (1, 5, {"epochs": 2, "rank": 32}),
+            (2, 5, {"epochs": 2}),
+            (8, 3, {"epochs": 2}),
+            (8, 3, {"epochs": 1, "minibatch": 4}),
+            (8, 2, {"epochs": 10}),
+        )
     ],
 }
 COLUMNS = (
@@ -97,7 +121,7 @@ PROGRAM = Program(
     columns=dict.fromkeys(GROUPS, COLUMNS),
     table=table,
     words=lambda group, given: (
-        "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text; "
+        "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text, but for fresh ones; "
         f"{'all adapters' if group in ('sentences', 'steps') else 'q, k, v of block 0'} seen, batch size and training "
         f"known, labels and lengths not; draw {DRAW}, not used in development."
     ),

@@ -20,12 +20,14 @@ from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.sparse_prefixes import put_together
-from gradaudit.leakage.rowspace.sparse_words import adapter_words
+from gradaudit.leakage.rowspace.sparse_words import SparseWords, adapter_words
+from gradaudit.leakage.rowspace.stepped_words import stepped_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.by_step import named_by_step
 from gradaudit.leakage.uneven.decoded import decode_change
 from gradaudit.leakage.uneven.entries import entries
 from gradaudit.leakage.uneven.followed import LAST_MISSING, NOT_EXPLAINED, followed
+from gradaudit.leakage.uneven.summed import summed
 from gradaudit.leakage.uneven.undropped import undropped
 from gradaudit.leakage.uneven.untold import UNTOLD, shown, step_shown
 from gradaudit.leakage.uneven.words import read_words
@@ -167,13 +169,22 @@ class Decode(Attack):
 
     def _adapted(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Return the words of adapters' directions, and the sentences where the blocks behind tell them."""
-        found = adapter_words(seen, self.false_discoveries)
+        found = self._words(seen)
         details: dict[str, Any] = {"directions": found.directions, "words": len(found.words)}
         read = Reconstruction()
         if seen.model.causal and seen.model.depth > 1 and found.explained:
             read = put_together(seen, found.words, rng)
         notes = (found.limit, *read.notes)
         return replace(read, notes=notes, details=details | dict(read.details), words=found.words)
+
+    def _words(self, seen: Observation) -> SparseWords:
+        """Return the words of adapters: of a gradient or one step, or of what several steps of Adam made together."""
+        how, steps = seen.knowledge.training, seen.knowledge.steps or 1
+        sent = summed(seen, 0) if seen.kind == "delta" and steps > 1 else None
+        if how is None or sent is None:
+            return adapter_words(seen, self.false_discoveries)
+        whole = how.minibatch is None or how.minibatch >= (seen.knowledge.batch_size or 1)
+        return stepped_words(seen.model, sent, self.false_discoveries, whole)
 
     # noise and compression
 

@@ -129,6 +129,17 @@ def _half(stem: str, half: str) -> str:
     return f"{stem}.lora_{half}.default.weight"
 
 
+def unstepped(weights: Mapping[str, Tensor], name: str) -> bool:
+    """Say whether an adapter made no step yet: B beside an A is zero, so that A has no gradient.
+
+    Args:
+        weights: the model's parameters.
+        name: A's.
+    """
+    beside = weights.get(name.replace(".lora_A.", ".lora_B."))
+    return beside is not None and not bool(beside.any())
+
+
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Return a saved adapter's configuration.
 

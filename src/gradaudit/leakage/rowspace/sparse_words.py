@@ -66,8 +66,8 @@ _NO_STEP = (
     "first step carries signal"
 )
 _SEVERAL = (
-    "adapters are read from one gradient, or from the change of one step of a fresh optimizer; of this change nothing "
-    "tells the gradient (several steps, or how it was made was not told)"
+    "adapters are read from one gradient, or from steps of AdamW, Adam or plain SGD from a fresh state; of this change "
+    "nothing tells the gradients (another optimizer, or how it was made was not told)"
 )
 _NOT_SENT = (
     "attack 'decode' needs the gradients of adapters on q, k or v of block 0, and none of them is in this update"

@@ -12,9 +12,9 @@ from gradaudit.leakage.uneven.steps import AdamStep, PlainStep, Step
 from gradaudit.models.local_steps import AUTOCAST, WEIGHTS
 from gradaudit.types import Observation
 
-_UNIFORM = math.sqrt(12.0)
+UNIFORM = math.sqrt(12.0)
 """A rounding error is uniform: its standard deviation is its width over this."""
-_ARITHMETIC = 1.5e-7
+ARITHMETIC = 1.5e-7
 """The optimizer's own float32 arithmetic, relative to a step of 1: at most two roundings of 6e-8 (measured: 1.2e-7)."""
 _SUMMED = 2e-7
 """Rounding of a gradient's entry that float32 summed over tokens, relative to the root mean squares of its matrix and
@@ -69,16 +69,8 @@ class Entries:
         return float(share.median()) if len(share) else math.inf
 
     def own(self, gradient: Tensor) -> Tensor:
-        """Return the standard deviation of the gradient's own rounding, [n, d]: it was summed over tokens in float32.
-
-        A sum's rounding goes with the size of what is summed, which entries that cancel do not show: the whole matrix
-        does, and row and column where outliers are.
-        """
-        parts = []
-        for part in self.parts(gradient.square()).values():
-            mean = part.mean().clamp_min(torch.finfo(part.dtype).tiny)
-            parts.append((mean + part.mean(1, keepdim=True) * (part.mean(0) / mean)).sqrt())
-        return _SUMMED * torch.cat(parts)
+        """Return the standard deviation of the gradient's own rounding, [n, d]; see `summing_error`."""
+        return summing_error(gradient, self.groups)
 
     def unread(self) -> "Entries":
         """Return the entries as they are before rows are known, whose own rounding then is an error, too."""
@@ -86,7 +78,7 @@ class Entries:
             return self
         gradient, _ = self.step.behind(self.sent, self.spread)
         # a rounding error is half a unit in the last place at most, and uniform
-        blur = torch.finfo(self.rounded).eps / (_UNIFORM * _SUMMED) * self.own(gradient)
+        blur = torch.finfo(self.rounded).eps / (UNIFORM * _SUMMED) * self.own(gradient)
         return replace(self, spread=self.spread.hypot(self.step.slope(gradient) * blur))
 
     def error(self, gradient: Tensor, times: float = 1.0) -> Tensor:
@@ -97,6 +89,23 @@ class Entries:
             times: how much more than a sum over tokens alone has rounded it.
         """
         return self.spread.hypot(self.step.slope(gradient) * times * self.own(gradient))
+
+
+def summing_error(gradient: Tensor, groups: Mapping[str, int]) -> Tensor:
+    """Return the standard deviation of a gradient's own rounding, [n, d]: it was summed over tokens in float32.
+
+    A sum's rounding goes with the size of what is summed, which entries that cancel do not show: the whole matrix
+    does, and row and column where outliers are.
+
+    Args:
+        gradient: [n, d] stacked matrices.
+        groups: rows of each matrix.
+    """
+    parts = []
+    for part in torch.split(gradient.square(), list(groups.values())):
+        mean = part.mean().clamp_min(torch.finfo(part.dtype).tiny)
+        parts.append((mean + part.mean(1, keepdim=True) * (part.mean(0) / mean)).sqrt())
+    return _SUMMED * torch.cat(parts)
 
 
 def grid(weights: Tensor) -> Tensor:
@@ -164,7 +173,7 @@ def _of_change(seen: Observation) -> _Read | None:
     narrow = WEIGHTS.get(how.precision)
     # the optimizer's own rounding grows with that of its state's type; plain SGD has none and rounds once, to the grid
     state = narrow if narrow is not None and (adaptive or how.weight_decay or how.momentum) else torch.float32
-    arithmetic = _ARITHMETIC * torch.finfo(state).eps / torch.finfo(torch.float32).eps
+    arithmetic = ARITHMETIC * torch.finfo(state).eps / torch.finfo(torch.float32).eps
 
     def read(change: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         kind = narrow or before.dtype
@@ -174,7 +183,7 @@ def _of_change(seen: Observation) -> _Read | None:
         value = (kept.double() - before.double() - change.double()) / rate
         if how.optimizer == "sgd":
             value = value - how.weight_decay * steps * before.double()
-        rounded = grid(after) * math.sqrt(steps) / (_UNIFORM * rate)
+        rounded = grid(after) * math.sqrt(steps) / (UNIFORM * rate)
         size = torch.ones_like(value) if adaptive else value.abs()
         return value, (rounded.square() + (arithmetic * size).square()).sqrt()
 
@@ -192,7 +201,7 @@ def _of_gradient(sent: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
         levels = torch.unique(value)
         if len(levels) < _LEVELS:
             return None
-        return value, torch.full_like(value, float(levels.diff().min()) / _UNIFORM)
+        return value, torch.full_like(value, float(levels.diff().min()) / UNIFORM)
     there = value != 0
     if float((~there).double().mean()) > _LEFT_OUT:
         own = _SUMMED * value[there].square().mean().sqrt()
@@ -200,7 +209,7 @@ def _of_gradient(sent: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
     if few_digits(sent):
         bits = _BFLOAT_BITS if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else _HALF_BITS
         exponent = torch.frexp(value.abs().clamp_min(torch.finfo(torch.float32).tiny)).exponent
-        return value, torch.ldexp(torch.ones_like(value), exponent - 1 - bits) / _UNIFORM
+        return value, torch.ldexp(torch.ones_like(value), exponent - 1 - bits) / UNIFORM
     rows = value if value.shape[0] >= value.shape[1] else value.T
     _, sigma = noise_rank(torch.linalg.svdvals(rows), len(rows), sure=True)
     if sigma < _NOISE * float(value.square().mean().sqrt()):

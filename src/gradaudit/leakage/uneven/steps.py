@@ -1,5 +1,6 @@
-"""What an optimizer's first step from a fresh state makes of a gradient, entry by entry, and the way back."""
+"""What an optimizer's first steps from a fresh state make of gradients, entry by entry, and one step's way back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,3 +87,41 @@ class AdamStep:
         limit = (1 - 2 * spread).clamp(0.0, 1 - _INSIDE)
         inside = torch.maximum(torch.minimum(sent, limit), -limit)
         return self.eps * inside / (1 - inside.abs()), sent.abs() < limit
+
+
+@dataclass(frozen=True)
+class AdamSteps:
+    """Adam's and AdamW's first K steps from a fresh state, y = sum of w_k m_k / (sqrt(v_k) + eps), bias corrected.
+
+    One equation for the K gradients of an entry: nothing leads back without knowing how entries hang together.
+
+    Args:
+        shares: w_k, of each step in what was sent.
+        eps, betas: the optimizer's.
+    """
+
+    shares: Sequence[float]
+    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)
+
+    def taken(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y of each entry, and [K, ...] its derivative by each step's gradient.
+
+        Args:
+            gradients: [K, ...] of each step.
+        """
+        first, second = self.betas
+        mean, square, y = (torch.zeros_like(gradients[0]) for _ in range(3))
+        slopes = torch.zeros_like(gradients)
+        tiny = torch.finfo(gradients.dtype).tiny
+        for k, (share, gradient) in enumerate(zip(self.shares, gradients, strict=True), 1):
+            mean = first * mean + (1 - first) * gradient
+            square = second * square + (1 - second) * gradient.square()
+            size = (square / (1 - second**k)).sqrt()
+            below, own = size + self.eps, mean / (1 - first**k)
+            y = y + share * own / below
+            for j in range(k):
+                by_mean = (1 - first) * first ** (k - 1 - j) / (1 - first**k)
+                by_size = (1 - second) * second ** (k - 1 - j) / (1 - second**k) * gradients[j] / size.clamp_min(tiny)
+                slopes[j] += share * (by_mean / below - own * by_size / below.square())
+        return y, slopes

@@ -1,0 +1,368 @@
+"""Words from adapters after several steps of Adam or AdamW, which no step shows by itself.
+
+A of an adapter has moved by a sum of K steps, and each step's entries are its gradient's signs but for what lies near
+zero. Yet all K gradients are combinations of the same few rows, those of the batch's words in block 0, and thousands of
+entries share each row. Words are taken one by one: that which explains most of what the fit leaves, as the fit stands;
+then all signals are fitted anew with priors of their own (see `step_signals`), and a word that no line needs is let go.
+
+With all words there, lines are explained to the last rounding, which no other set of words does: these prove the words
+they need. Lines are fitted each by itself, and some end in a wrong valley; they prove nothing and are left out.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
+from gradaudit.leakage.rowspace.sparse_words import IDLE, SparseWords, beyond_chance
+from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
+from gradaudit.leakage.uneven.summed import Summed
+from gradaudit.models.base import TextModel
+from gradaudit.progress import step
+from gradaudit.types import NamedWord
+
+_DEGREE = 2
+"""Of the polynomial by which a word's signals change over the steps of a whole batch, while words are sought."""
+_AT_ONCE, _MORE, _NEAR, _ALIKE = 3, 10, 0.5, 0.4
+"""Words taken together: so many, and one for so many that are there; each explains this share of the best one's at
+least, and resembles no other (cosine)."""
+_LOUD = 100.0
+"""A line counts no more than this for a word: few entries near zero make chance look loud."""
+_NEEDED, _FEW = 3.0, 6
+"""A word whose signals are on average less than so many times their variance is let go, once there are so many."""
+_TURNS, _TRIES = 3, 4
+"""Turns in which priors are learned after each taking, of so many steps of descent."""
+_STANDS_OUT, _OUT = 0.1, 2
+"""Words expected to explain as much by chance, of one that is taken (66 right ones of 11 batches: 1e-28 to 0.09 but for
+three; wrong ones 0.02 to 30 but for four), and times that one is let go before it is barred."""
+_FINE = 0.3
+"""Signals of a line, as a share of its entries, up to which a word's may change more freely from step to step."""
+_FULL = 0.6
+"""Signals of a line at most, as a share of its entries."""
+_SETTLE = 12
+"""Turns at the end, and from each new start."""
+_STARTS = (-2.0, -1.0, -0.3, 0.3, 0.7, 1.5, 2.5)
+"""Last step's signals over the first one's, of the starts for lines that are not explained."""
+_SIZES = (100.0, 10.0, 30.0)
+"""Sizes of those starts, in units of eps."""
+_ENOUGH = 0.5
+"""Share of the lines that are explained with which the search for better starts ends."""
+_ALIKE_AMONG = 60
+"""Best words among which those that are taken together are looked for."""
+_DEVIATIONS = 6.0
+"""A line is explained where its chi^2 is so many of its standard deviations above 1 at most (36 lines of right words:
+below 3; of a wrong valley above 1,000)."""
+_CHANCE = math.log(1e-6)
+"""Sets of words expected to explain the lines by chance for a word to be certain, as a logarithm."""
+_PLACES = 24
+"""Positions whose rows may be there beside words, in models that add them."""
+
+
+def times(steps: int, whole: bool, silent: bool, most: int) -> Tensor:
+    """Return [P, K] how the signals of a word may change from step to step.
+
+    Args:
+        steps: K.
+        whole: every step saw the whole batch: signals change smoothly. Else a word is there or not.
+        silent: the first step's gradient was zero.
+        most: functions at most, for a whole batch.
+    """
+    seen = steps - silent
+    if not whole or seen <= most:
+        some = torch.eye(seen, dtype=torch.double)
+    else:
+        at = torch.linspace(-1, 1, seen, dtype=torch.double)
+        some = torch.linalg.qr(torch.stack([at**power for power in range(most)], 1)).Q.T * math.sqrt(seen)
+    return torch.cat([torch.zeros(len(some), steps - seen, dtype=torch.double), some], 1)
+
+
+@torch.no_grad()
+def stepped_words(model: TextModel, sent: Summed, level: float, whole: bool) -> SparseWords:
+    """Return the words of block 0 that the gradients of several steps are made of.
+
+    Args:
+        model: the model.
+        sent: what the steps took of matrices that read block 0's input.
+        level: share of the words returned that may be wrong, where no line is explained.
+        whole: every step saw the whole batch.
+    """
+    return _Search(model, sent, whole).words(level)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Words with their signals; positions' rows are the first, where a model adds them."""
+
+    words: tuple[int, ...]
+    rows: Tensor
+    found: StepSignals
+
+
+class _Search:
+    """A dictionary, and what several steps took.
+
+    Args:
+        model, sent, whole: see `stepped_words`.
+    """
+
+    def __init__(self, model: TextModel, sent: Summed, whole: bool) -> None:
+        self.sent, self.whole, self.silent = sent, whole, sent.silent
+        parts = model.first_input_parts()
+        words, beside = parts.words.double(), parts.positions[:_PLACES].double()
+        if parts.centered:
+            words, beside = words - words.mean(1, keepdim=True), beside - beside.mean(1, keepdim=True)
+        beside = torch.cat([beside * parts.weight, parts.bias.double()[None]])
+        size = math.sqrt(model.width)
+        self.rows = size * normalize(words * parts.weight, dim=1)
+        self.beside = size * normalize(beside[beside.any(1)], dim=1)
+        special = model.special
+        self.special, self.never = special.ids, sorted(special.ids - {*special.prefix, *special.suffix})
+        self.steps = len(sent.step.shares)
+        self.fit = self._fit(_DEGREE + 1)
+
+    def _fit(self, most: int) -> SignalFit:
+        base = times(self.steps, self.whole, self.silent, most).to(self.rows.device)
+        return SignalFit(self.sent.sent, self.sent.spread, self.sent.step, base)
+
+    def words(self, level: float) -> SparseWords:
+        """Return the words that explained lines need; those that stand out where no line is explained."""
+        taken, chances = self._sought()
+        count = len(self.sent.sent)
+        told = f"the changes of {count} directions over {self.steps} steps"
+        first = [word for word in chances if word in taken.words]
+        first = first[: accepted([chances[word] for word in first], level)]
+        if taken.words and (proven := self._proven(taken)) is not None:
+            words, sure, lines = proven
+            limit = f"adapters: {len(words)} words explain {lines} of {told}, {sum(sure)} of them for certain"
+            # a word may send nothing to these lines, as a sentence's first one does to queries
+            more = [word for word in first if word not in words] if lines < _ENOUGH * len(self.sent.sent) else []
+            return SparseWords(self._named([*words, *more], [*sure, *[False] * len(more)]), False, count, limit)
+        limit = f"adapters: {len(first)} words stand out of {told}, and explain none wholly: none is certain"
+        return SparseWords(self._named(first, [False] * len(first)), False, count, limit)
+
+    def _named(self, tokens: Sequence[int], certain: Sequence[bool]) -> tuple[NamedWord, ...]:
+        both = zip(tokens, certain, strict=True)
+        return tuple(NamedWord(token, certain=sure) for token, sure in both if token not in self.special)
+
+    def _start(self) -> _Taken:
+        sent, base = self.sent.sent, self.fit.times
+        signals = sent.new_zeros(len(base), len(sent), len(self.beside))
+        slopes = torch.stack([torch.full_like(sent, share) for share in self.sent.step.shares])
+        zero, wide = torch.zeros_like(sent), signals.new_ones(len(base), len(self.beside))
+        left = sent.square().mean(1)
+        return _Taken((), self.beside, StepSignals(signals, signals + 1, wide, zero, slopes, left, left))
+
+    def _sought(self) -> tuple[_Taken, dict[int, float]]:
+        """Return the words taken, and of each how many would by chance have explained as much."""
+        taken, chances, out = self._start(), dict[int, float](), dict[int, int]()
+        tries = 0
+        while len(self.fit.times) * len(taken.rows) < _FULL * self.rows.shape[1]:
+            new = self._standing_out(taken, [word for word, count in out.items() if count >= _OUT])
+            if new:
+                taken = self._with(taken, list(new))
+                chances |= {word: chance for word, chance in new.items() if word not in chances}
+                taken = replace(taken, found=self.fit.settled(taken.found, taken.rows, _TURNS, _TRIES))
+                taken, gone = self._pruned(taken)
+                for word in gone:
+                    out[word] = out.get(word, 0) + 1
+                tries = 0
+            elif not taken.words or tries == len(_SIZES):
+                break
+            elif self._finer(taken):
+                fit = self._fit(2 * len(self.fit.times))
+                found = self._as(fit, taken)
+                self.fit, taken = fit, replace(taken, found=fit.settled(found, taken.rows, _TURNS, _TRIES))
+            else:
+                every = torch.ones(len(self.sent.sent), dtype=torch.bool, device=self.rows.device)
+                taken = replace(taken, found=self._tried(self.fit, taken.rows, taken.found, every, _SIZES[tries]))
+                tries += 1
+            step(f"words of adapters over {self.steps} steps: {len(taken.words)}", len(taken.words))
+        return taken, chances
+
+    def _finer(self, taken: _Taken) -> bool:
+        """Say whether signals may change from step to step more freely than they do, with so many words."""
+        count = len(self.fit.times)
+        return (
+            self.whole and count < self.steps - self.silent and 2 * count * len(taken.rows) < _FINE * self.rows.shape[1]
+        )
+
+    def _standing_out(self, taken: _Taken, barred: Sequence[int]) -> dict[int, float]:
+        """Return words that explain more of what is left than chance does, with how many would by chance."""
+        gains, found = self._gains(taken, barred), dict[int, float]()
+        for word in self._best(gains, _AT_ONCE + len(taken.words) // _MORE):
+            chance = expected_by_chance(gains)
+            if chance > _STANDS_OUT:
+                break
+            found[word] = chance
+            gains[word] = 0
+        return found
+
+    def _gains(self, taken: _Taken, barred: Sequence[int]) -> Tensor:
+        """Return [V] how much of what is left each word explains."""
+        base = self.fit.times
+        if not taken.words:
+            groups = [base[:1]] if self.whole else list(base[:, None])
+        else:
+            groups = [base[:2]] if self.whole else list(base[:, None])
+        found = [self.fit.gains(taken.found, self.rows, some).clamp(max=_LOUD).sum(0) for some in groups]
+        gains = torch.stack(found).amax(0)
+        gains[[*self.never, *taken.words, *barred]] = 0
+        return gains
+
+    def _best(self, gains: Tensor, most: int) -> list[int]:
+        """Return the words that explain most, none of them like another one."""
+        found: list[int] = []
+        best = float(gains.max())
+        for word in gains.topk(_ALIKE_AMONG).indices.tolist():
+            if len(found) == most or float(gains[word]) <= _NEAR * best:
+                break
+            near = self.rows[found] @ self.rows[word] / self.rows.shape[1]
+            if not bool((near > _ALIKE).any()):
+                found.append(word)
+        return found
+
+    def _with(self, taken: _Taken, words: Sequence[int]) -> _Taken:
+        """Return what was taken and words more, of which nothing was sent yet."""
+        found, more = taken.found, (0, len(words))
+        wide = float(found.wide[:, len(self.beside) :].median()) if taken.words else 1.0
+        grown = replace(
+            found,
+            signals=torch.nn.functional.pad(found.signals, more),
+            spread=torch.nn.functional.pad(found.spread, more),
+            wide=torch.nn.functional.pad(found.wide, more, value=wide),
+        )
+        return _Taken((*taken.words, *words), torch.cat([taken.rows, self.rows[list(words)]]), grown)
+
+    def _pruned(self, taken: _Taken) -> tuple[_Taken, list[int]]:
+        """Return what was taken without the words that no line needs, and these."""
+        need = (taken.found.signals.square() / taken.found.spread).mean(1).amax(0)[len(self.beside) :].tolist()
+        if len(taken.words) <= _FEW or min(need) > _NEEDED:
+            return taken, []
+        kept = [at for at, one in enumerate(need) if one > _NEEDED]
+        gone = [word for word, one in zip(taken.words, need, strict=True) if one <= _NEEDED]
+        return self._only(taken, kept, self.fit), gone
+
+    def _only(self, taken: _Taken, kept: Sequence[int], fit: SignalFit) -> _Taken:
+        """Return some of the words taken, with what they make."""
+        at = [*range(len(self.beside)), *(len(self.beside) + one for one in kept)]
+        found, rows = taken.found, taken.rows[at]
+        signals = found.signals[:, :, at]
+        made, slopes = fit.step.taken(fit.gradients(signals, rows))
+        less = replace(
+            found, signals=signals, spread=found.spread[:, :, at], wide=found.wide[:, at], fit=made, slopes=slopes
+        )
+        return _Taken(tuple(taken.words[one] for one in kept), rows, less)
+
+    def _proven(self, taken: _Taken) -> tuple[list[int], list[bool], int] | None:
+        """Return the words that explained lines need, which of them are certain, and how many lines; None for none."""
+        fit = self._fit(max(int(_FULL * self.rows.shape[1] / len(taken.rows)), 1))
+        found = fit.settled(self._as(fit, taken), taken.rows, _SETTLE, _TRIES)
+        explained = self._explained(fit, found, taken.rows)
+        for size in _SIZES:
+            if float(explained.double().mean()) > _ENOUGH:
+                break
+            found = self._tried(fit, taken.rows, found, ~explained, size)
+            explained = self._explained(fit, found, taken.rows)
+        lines = torch.where(explained)[0]
+        if len(lines) == 0:
+            return None
+        fit = fit.lines(lines)
+        alone = _Taken(taken.words, taken.rows, _some(found, lines))
+        need = self._needs(fit, alone)
+        kept = torch.where(need.mean(0) > IDLE)[0].tolist()
+        only = self._only(alone, kept, fit)
+        need = self._needs(fit, only)
+        still = self._explained(fit, self._free(fit, only), only.rows, lines)
+        if not kept or not bool(still.any()):
+            return None
+        chance = beyond_chance(int(still.sum()))
+        alone_costs = need[still].sum(0) * (1 - self._likest(only))
+        sets = (
+            math.lgamma(len(self.rows) + 1) - math.lgamma(len(kept) + 1) - math.lgamma(len(self.rows) - len(kept) + 1)
+        )
+        free = self.rows.shape[1] - fit.times.shape[0] * len(only.rows)
+        error = float((fit.error[still] / fit.sent[still].square().mean(1, keepdim=True).sqrt()).log().mean())
+        lone = sets + int(still.sum()) * free * error < _CHANCE
+        return list(only.words), [lone and cost > chance for cost in alone_costs.tolist()], int(still.sum())
+
+    def _as(self, fit: SignalFit, taken: _Taken) -> StepSignals:
+        """Return the signals that were found, as other functions of the steps."""
+        per_step = torch.einsum("pk,pnr->knr", self.fit.times, taken.found.signals)
+        return self._from(fit, per_step, taken.found.left, taken.rows)
+
+    def _from(self, fit: SignalFit, per_step: Tensor, left: Tensor, rows: Tensor) -> StepSignals:
+        """Return signals [K, n, r] to start from."""
+        shape = (len(fit.times), *per_step.shape[1:])
+        signals = torch.linalg.lstsq(fit.times.T, per_step.flatten(1)).solution.reshape(shape)
+        wide = signals.square().mean(1).clamp_min(1.0)
+        made, slopes = fit.step.taken(fit.gradients(signals, rows))
+        return StepSignals(signals, torch.ones_like(signals), wide, made, slopes, left, left)
+
+    def _tried(self, fit: SignalFit, rows: Tensor, found: StepSignals, open_: Tensor, size: float) -> StepSignals:
+        """Return signals with the open lines found anew from other starts, where one leaves less."""
+        lines = torch.where(open_)[0]
+        some = fit.lines(lines)
+        sign = torch.linalg.lstsq(rows.T, some.sent.sign().T).solution.T
+        at = torch.linspace(0, 1, self.steps, dtype=rows.dtype, device=rows.device)
+        for last in _STARTS if self.steps > 1 else _STARTS[-1:]:
+            per_step = (size * (1 + (last - 1) * at))[:, None, None] * sign
+            start = self._from(some, per_step, some.sent.square().mean(1), rows)
+            new = some.settled(start, rows, _SETTLE, _TRIES)
+            better = new.left < found.left[lines]
+            found = _put(found, lines[better], _some(new, torch.where(better)[0]))
+        return found
+
+    def _free(self, fit: SignalFit, taken: _Taken) -> StepSignals:
+        """Return signals of which nothing but their errors is known before."""
+        start = replace(
+            taken.found, left=torch.zeros_like(taken.found.left), wide=torch.full_like(taken.found.wide, 1e12)
+        )
+        return fit.descended(start, taken.rows, 5 * _TRIES)
+
+    def _needs(self, fit: SignalFit, taken: _Taken) -> Tensor:
+        """Return [n, words] by how many squared errors each line needs each word."""
+        found = self._free(fit, taken)
+        need: Tensor = (found.signals.square() / found.spread).amax(0)[:, len(self.beside) :]
+        return need
+
+    def _explained(self, fit: SignalFit, found: StepSignals, rows: Tensor, lines: Tensor | None = None) -> Tensor:
+        """Say of each line whether the fit explains it up to its errors."""
+        gradients = fit.gradients(found.signals, rows)
+        some = (
+            self.sent if lines is None else replace(self.sent, spread=self.sent.spread[lines], groups={"": len(lines)})
+        )
+        off = (fit.sent - found.fit).square() / some.error(gradients, found.slopes).square()
+        free = rows.shape[1] - len(fit.times) * len(rows)
+        limit = 1 + _DEVIATIONS * math.sqrt(2 / free)
+        explained: Tensor = off.sum(1) / free < limit
+        return explained
+
+    def _likest(self, taken: _Taken) -> Tensor:
+        """Return [words] the share of each one's own part that some other word of the vocabulary has."""
+        first = len(self.beside)
+        basis, turn = torch.linalg.qr(taken.rows.T)
+        lone = normalize(torch.linalg.inv(turn) @ basis.T, dim=1)[first:]
+        along = (self.rows @ lone.T).square()
+        outside = (self.rows - (self.rows @ basis) @ basis.T).square().sum(1, keepdim=True)
+        like = along / (along + outside).clamp_min(torch.finfo(along.dtype).tiny)
+        like[[*taken.words, *self.never]] = 0
+        likest: Tensor = like.amax(0)
+        return likest
+
+
+def _some(found: StepSignals, lines: Tensor) -> StepSignals:
+    """Return some lines' signals."""
+    own = {name: getattr(found, name)[:, lines] for name in ("signals", "spread", "slopes")}
+    return replace(found, **own, fit=found.fit[lines], left=found.left[lines], cost=found.cost[lines])
+
+
+def _put(found: StepSignals, lines: Tensor, new: StepSignals) -> StepSignals:
+    """Return signals in which some lines are replaced."""
+    held = {name: getattr(found, name).clone() for name in ("signals", "spread", "slopes", "fit", "left", "cost")}
+    for name, value in held.items():
+        value[(..., lines, slice(None)) if name in ("signals", "spread", "slopes") else lines] = getattr(new, name)
+    return replace(found, **held)
