@@ -7,7 +7,7 @@ for sentences and steps everything. Groups: gradients (one gradient, by sentence
 of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences
 (one gradient), steps (sentences from one step), several (words from several steps of AdamW together). The attacker has
 the weights with the adapters as they are, the batch size, the dropout rate, and of a change how it was made; not
-labels or lengths. Draw 5051 was seen by nobody before the method stood. Records hold no text. Failures count 0;
+labels or lengths. Draws were seen by nobody before the method stood. Records hold no text. Failures count 0;
 "certain" is over all batches.
 """
 
@@ -22,7 +22,8 @@ from grid import Cell, Done, Program, main, mean_of
 
 from gradaudit.metrics.summary import summarize
 
-DRAW = 5051
+DRAW, LATER = 5051, 6067
+"""Draws that nobody saw before the method stood: LATER's for several steps."""
 
 
 def one(
@@ -32,6 +33,7 @@ def one(
     model: str = "smollm2",
     tensors: str = "0:q,k,v",
     warmup: int = 10,
+    draw: int = DRAW,
     **client: Any,
 ) -> Cell:
     """Return a cell of CoLA."""
@@ -42,7 +44,7 @@ def one(
         some = how.get("minibatch")
         told += f", {how['epochs'] * -(-size // (some or size))} steps" + f" of {some}" * bool(some)
     return Cell(
-        "cola", size, batches, how, model, tensors=tensors, seed=DRAW, title=told,
+        "cola", size, batches, how, model, tensors=tensors, seed=draw, title=told,
         name=f"adapters-{told.replace(', ', '-')}-{model}-r{rank}-b{size}{'-all' * (tensors == 'all')}",
         more={"lora": {"rank": rank, "warmup": warmup}},
         facts={"rank": rank},
@@ -74,17 +76,15 @@ GROUPS = {
         for b, n in ((1, 10), (2, 10), (4, 5), (8, 3))
     ],
     "several": lambda: [
-        one(b, n, learning_rate=2e-4, **ADAMW, **how)
+        one(b, n, learning_rate=2e-4, draw=LATER, **ADAMW, **how)
         for b, n, how in (
             (1, 10, {"epochs": 2}),
-            (1, 10, {"epochs": 4}),
-            (1, 5, {"epochs": 10}),
-            (1, 10, {"epochs": 2, "warmup": 0}),
-            (1, 5, {"epochs": 2, "rank": 32}),
             (2, 5, {"epochs": 2}),
-            (8, 3, {"epochs": 2}),
-            (8, 3, {"epochs": 1, "minibatch": 4}),
-            (8, 2, {"epochs": 10}),
+            (1, 5, {"epochs": 2, "warmup": 0}),
+            (1, 5, {"epochs": 4}),
+            (1, 3, {"epochs": 10}),
+            (8, 2, {"epochs": 1, "minibatch": 4}),
+            (8, 2, {"epochs": 2}),
         )
     ],
 }
@@ -123,7 +123,7 @@ PROGRAM = Program(
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text, but for fresh ones; "
         f"{'all adapters' if group in ('sentences', 'steps') else 'q, k, v of block 0'} seen, batch size and training "
-        f"known, labels and lengths not; draw {DRAW}, not used in development."
+        f"known, labels and lengths not; draw {LATER if group == 'several' else DRAW}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )

@@ -94,13 +94,13 @@ def test_the_sum_of_steps_is_known_to_the_rounding_of_weights(wide, how, steps):
 
 def test_several_steps_give_the_words_and_what_is_certain_was_there(wide):
     named = right = 0
-    for seed in range(6):
+    for seed in range(3):
         batch = batch_of(wide, sentences([4], seed))
         found = Decode()(update(wide, batch, 2 + seed % 2), stream(0, "attack"))
         there, told = held(wide, batch), {word.token for word in found.words or ()}
         assert {word.token for word in found.words or () if word.certain} <= there
         named, right = named + len(told), right + len(told & there)
-    assert right >= 18, "of 24"
+    assert right >= 9, "of 12"
     assert right >= 0.7 * named
 
 

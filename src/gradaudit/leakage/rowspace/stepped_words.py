@@ -39,6 +39,8 @@ _TURNS, _TRIES = 3, 4
 _STANDS_OUT, _OUT = 0.1, 2
 """Words expected to explain as much by chance, of one that is taken (66 right ones of 11 batches: 1e-28 to 0.09 but for
 three; wrong ones 0.02 to 30 but for four), and times that one is let go before it is barred."""
+_BOLD = 6
+"""Times that the best words are taken though they do not stand out: what they are shows when the rest is there."""
 _FINE = 0.3
 """Signals of a line, as a share of its entries, up to which a word's may change more freely from step to step."""
 _FULL = 0.6
@@ -159,9 +161,14 @@ class _Search:
     def _sought(self) -> tuple[_Taken, dict[int, float]]:
         """Return the words taken, and of each how many would by chance have explained as much."""
         taken, chances, out = self._start(), dict[int, float](), dict[int, int]()
-        tries = 0
+        tries = bold = 0
         while len(self.fit.times) * len(taken.rows) < _FULL * self.rows.shape[1]:
-            new = self._standing_out(taken, [word for word, count in out.items() if count >= _OUT])
+            barred = [word for word, count in out.items() if count >= _OUT]
+            new = self._standing_out(taken, barred, _STANDS_OUT)
+            if not new and taken.words and tries == len(_SIZES) and bold < _BOLD:
+                new, bold = self._standing_out(taken, barred, math.inf), bold + 1
+            elif new:
+                tries = 0
             if new:
                 taken = self._with(taken, list(new))
                 chances |= {word: chance for word, chance in new.items() if word not in chances}
@@ -169,8 +176,7 @@ class _Search:
                 taken, gone = self._pruned(taken)
                 for word in gone:
                     out[word] = out.get(word, 0) + 1
-                tries = 0
-            elif not taken.words or tries == len(_SIZES):
+            elif not taken.words or tries == len(_SIZES) or self._enough(taken):
                 break
             elif self._finer(taken):
                 fit = self._fit(2 * len(self.fit.times))
@@ -183,6 +189,10 @@ class _Search:
             step(f"words of adapters over {self.steps} steps: {len(taken.words)}", len(taken.words))
         return taken, chances
 
+    def _enough(self, taken: _Taken) -> bool:
+        """Say whether so many lines are explained that nothing is missing."""
+        return float(self._explained(self.fit, taken.found, taken.rows).double().mean()) > _ENOUGH
+
     def _finer(self, taken: _Taken) -> bool:
         """Say whether signals may change from step to step more freely than they do, with so many words."""
         count = len(self.fit.times)
@@ -190,12 +200,12 @@ class _Search:
             self.whole and count < self.steps - self.silent and 2 * count * len(taken.rows) < _FINE * self.rows.shape[1]
         )
 
-    def _standing_out(self, taken: _Taken, barred: Sequence[int]) -> dict[int, float]:
-        """Return words that explain more of what is left than chance does, with how many would by chance."""
+    def _standing_out(self, taken: _Taken, barred: Sequence[int], most: float) -> dict[int, float]:
+        """Return words that explain most of what is left, with how many would by chance, while these are at most so."""
         gains, found = self._gains(taken, barred), dict[int, float]()
         for word in self._best(gains, _AT_ONCE + len(taken.words) // _MORE):
             chance = expected_by_chance(gains)
-            if chance > _STANDS_OUT:
+            if chance > most:
                 break
             found[word] = chance
             gains[word] = 0
