@@ -255,7 +255,7 @@ class _Pursuit:
         while len(found) < most and len(units) < _MOST * self.free:
             if float(sent.square().sum()) < self.least * len(sent) * (self.free - len(units)):
                 break
-            step(f"words of adapters: {len(units)}", len(units))
+            step("words of adapters", len(units))
             turn, values, _ = torch.linalg.svd(left, full_matrices=False)
             whole = values > 1e-6
             score = (along @ (turn[:, whole] / values[whole])).square().sum(1)

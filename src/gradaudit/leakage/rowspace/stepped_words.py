@@ -135,7 +135,7 @@ class _Search:
         taken, chances = self._sought()
         count = len(self.sent.sent)
         told = f"the changes of {count} directions over {self.steps} steps"
-        first = [word for word in chances if word in taken.words]
+        first = sorted(taken.words, key=chances.__getitem__)
         first = first[: accepted([chances[word] for word in first], level)]
         if taken.words and (proven := self._proven(taken)) is not None:
             words, sure, lines = proven
@@ -186,7 +186,7 @@ class _Search:
                 every = torch.ones(len(self.sent.sent), dtype=torch.bool, device=self.rows.device)
                 taken = replace(taken, found=self._tried(self.fit, taken.rows, taken.found, every, _SIZES[tries]))
                 tries += 1
-            step(f"words of adapters over {self.steps} steps: {len(taken.words)}", len(taken.words))
+            step(f"words of adapters, {self.steps} steps together", len(taken.words))
         return taken, chances
 
     def _enough(self, taken: _Taken) -> bool:
@@ -227,7 +227,7 @@ class _Search:
         """Return the words that explain most, none of them like another one."""
         found: list[int] = []
         best = float(gains.max())
-        for word in gains.topk(_ALIKE_AMONG).indices.tolist():
+        for word in gains.topk(min(_ALIKE_AMONG, len(gains))).indices.tolist():
             if len(found) == most or float(gains[word]) <= _NEAR * best:
                 break
             near = self.rows[found] @ self.rows[word] / self.rows.shape[1]
