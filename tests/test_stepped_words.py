@@ -12,6 +12,7 @@ import torch
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.leakage.rowspace.stepped_words import stepped_words, times
+from gradaudit.leakage.uneven import step_signals
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
 from gradaudit.leakage.uneven.steps import AdamStep, AdamSteps
 from gradaudit.leakage.uneven.summed import summed
@@ -138,7 +139,9 @@ def test_a_change_that_no_words_made_gives_none_for_certain(wide, seed):
     assert len(found.words) <= 2
 
 
-def test_signals_of_known_rows_are_found_from_nothing_and_idle_rows_shrink():
+@pytest.mark.parametrize("at_once", [2**26, 2 * 16 * 200], ids=["together", "by two lines"])
+def test_signals_of_known_rows_are_found_from_nothing_and_idle_rows_shrink(monkeypatch, at_once):
+    monkeypatch.setattr(step_signals, "_AT_ONCE", at_once)
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(8, 200, dtype=torch.double, generator=draw)
     signals = 30 * torch.randn(2, 6, 8, dtype=torch.double, generator=draw)

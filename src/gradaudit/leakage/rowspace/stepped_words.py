@@ -281,7 +281,7 @@ class _Search:
         if len(lines) == 0:
             return None
         fit = fit.lines(lines)
-        alone = _Taken(taken.words, taken.rows, _some(found, lines))
+        alone = _Taken(taken.words, taken.rows, found.lines(lines))
         need = self._needs(fit, alone)
         kept = torch.where(need.mean(0) > IDLE)[0].tolist()
         only = self._only(alone, kept, fit)
@@ -323,7 +323,7 @@ class _Search:
             start = self._from(some, per_step, some.sent.square().mean(1), rows)
             new = some.settled(start, rows, _SETTLE, _TRIES)
             better = new.left < found.left[lines]
-            found = _put(found, lines[better], _some(new, torch.where(better)[0]))
+            found = found.put(lines[better], new.lines(torch.where(better)[0]))
         return found
 
     def _free(self, fit: SignalFit, taken: _Taken) -> StepSignals:
@@ -362,17 +362,3 @@ class _Search:
         like[[*taken.words, *self.never]] = 0
         likest: Tensor = like.amax(0)
         return likest
-
-
-def _some(found: StepSignals, lines: Tensor) -> StepSignals:
-    """Return some lines' signals."""
-    own = {name: getattr(found, name)[:, lines] for name in ("signals", "spread", "slopes")}
-    return replace(found, **own, fit=found.fit[lines], left=found.left[lines], cost=found.cost[lines])
-
-
-def _put(found: StepSignals, lines: Tensor, new: StepSignals) -> StepSignals:
-    """Return signals in which some lines are replaced."""
-    held = {name: getattr(found, name).clone() for name in ("signals", "spread", "slopes", "fit", "left", "cost")}
-    for name, value in held.items():
-        value[(..., lines, slice(None)) if name in ("signals", "spread", "slopes") else lines] = getattr(new, name)
-    return replace(found, **held)

@@ -25,6 +25,9 @@ _LEAST = 1e-8
 _FREE = 0.2
 """Degrees of freedom that count as left at least, as a share of a line's entries: a fit that uses all has no error."""
 _RIDGE = 1e-10
+_AT_ONCE = 2**26
+"""Numbers held at once of how lines change with signals (512 MiB): lines are taken by so many."""
+_BY_LINE = ("signals", "spread", "slopes")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ class StepSignals:
     slopes: Tensor
     left: Tensor
     cost: Tensor
+
+    def lines(self, some: Tensor) -> "StepSignals":
+        """Return some lines' signals."""
+        own = {name: getattr(self, name)[:, some] for name in _BY_LINE}
+        return replace(self, **own, fit=self.fit[some], left=self.left[some], cost=self.cost[some])
+
+    def put(self, some: Tensor, new: "StepSignals") -> "StepSignals":
+        """Return signals in which some lines are replaced."""
+        held = {name: getattr(self, name).clone() for name in (*_BY_LINE, "fit", "left", "cost")}
+        for name, value in held.items():
+            value[(slice(None), some) if name in _BY_LINE else some] = getattr(new, name)
+        return replace(self, **held)
 
 
 class SignalFit:
@@ -92,6 +107,14 @@ class SignalFit:
 
     def descended(self, start: StepSignals, rows: Tensor, tries: int) -> StepSignals:
         """Return signals after damped Gauss-Newton steps, each line by itself."""
+        most = max(_AT_ONCE // (start.wide.numel() * rows.shape[1]), 1)
+        parts = torch.split(torch.arange(len(self.sent), device=rows.device), most)
+        found = start if len(parts) > 1 else self._descended(start, rows, tries)
+        for some in parts if len(parts) > 1 else ():
+            found = found.put(some, self.lines(some)._descended(start.lines(some), rows, tries))
+        return found
+
+    def _descended(self, start: StepSignals, rows: Tensor, tries: int) -> StepSignals:
         weights = 1 / (self.error.square() + start.left[:, None])
         signals, prior = start.signals, 1 / start.wide.flatten()
         count, n, r = signals.shape
