@@ -165,7 +165,7 @@ class _Search:
         while len(self.fit.times) * len(taken.rows) < _FULL * self.rows.shape[1]:
             barred = [word for word, count in out.items() if count >= _OUT]
             new = self._standing_out(taken, barred, _STANDS_OUT)
-            if not new and taken.words and tries == len(_SIZES) and bold < _BOLD:
+            if not new and (not taken.words or tries == len(_SIZES)) and bold < _BOLD:
                 new, bold = self._standing_out(taken, barred, math.inf), bold + 1
             elif new:
                 tries = 0
