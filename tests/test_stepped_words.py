@@ -8,14 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
+from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.rowspace.sparse_words import dictionary
 from gradaudit.leakage.rowspace.stepped_words import stepped_words, times
 from gradaudit.leakage.uneven import step_signals
+from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
 from gradaudit.leakage.uneven.steps import AdamStep, AdamSteps
-from gradaudit.leakage.uneven.summed import summed
+from gradaudit.leakage.uneven.summed import Summed, summed
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining
 from test_sparse_words import adapted, held
@@ -165,6 +169,53 @@ def test_signals_of_known_rows_are_found_from_nothing_and_idle_rows_shrink(monke
     torch.testing.assert_close(found.signals[:, near], signals[:, near], rtol=1e-3, atol=1e-2)
     need = (found.signals.square() / found.spread).mean(1).amax(0)
     assert float(need[:5].min()) > 100 * float(need[5:].max())
+
+
+def test_of_one_step_the_error_is_that_of_its_entries():
+    draw = torch.Generator().manual_seed(0)
+    gradient = 3 * torch.randn(4, 30, dtype=torch.double, generator=draw)
+    spread = torch.full_like(gradient, 1e-7)
+    groups, step = {"one": 1, "other": 3}, AdamSteps([1.0], 1.0)
+    y, slopes = step.taken(gradient[None])
+    made = Summed(y, spread, step, groups).error(gradient[None], slopes)
+    torch.testing.assert_close(made, Entries(y, spread, AdamStep(1.0), groups).error(gradient))
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_a_word_whose_row_another_one_has_is_not_certain(wide, twin):
+    """Three words' signals of two steps, all else is the rounding that is reckoned with."""
+    model = adapted(wide.spec.name, 2)
+    ids = [token for token in range(model.vocabulary_size) if token not in model.special.ids]
+    words, other = ids[:3], ids[3]
+    if twin:
+        with torch.no_grad():
+            embedding = model.parameters()[model.group("word")[0]]
+            embedding[other] = embedding[words[1]]
+        model.weights_changed()
+    rows = normalize(dictionary(model, 0)[0][words], dim=1) * model.width**0.5
+    draw = torch.Generator().manual_seed(1)
+    gradients = torch.einsum("knr,rd->knd", 20 * torch.randn(2, 8, 3, dtype=torch.double, generator=draw), rows)
+    step = AdamSteps([0.5, 0.5], 1.0)
+    sent = step.taken(gradients)[0] + 1e-5 * torch.randn(8, model.width, dtype=torch.double, generator=draw)
+    spread = torch.full_like(sent, 1e-5)
+    found = stepped_words(model, Summed(sent, spread, step, {"0.q": 8}), 0.05, True)
+    sure = {word.token for word in found.words if word.certain}
+    assert sure == ({words[0], words[2]} if twin else set(words))
+
+
+@pytest.mark.parametrize("epochs", [2, 5, 13])
+def test_more_steps_than_a_line_can_tell_are_no_error(folders, epochs):
+    model = adapted(f"random:{folders['llama']}", 2)
+    batch = batch_of(model, sentences([3, 3, 3], 1))
+    found = Decode()(update(model, batch, epochs, minibatch=1), stream(0, "attack"))
+    assert not any(word.certain for word in found.words or ())
+
+
+def test_a_claim_of_a_billion_steps_takes_no_memory(wide):
+    seen = update(wide, batch_of(wide, sentences([4], 1)), 2)
+    many = replace(seen.knowledge, training=replace(seen.knowledge.training, epochs=10**9))
+    with pytest.raises(NotSupportedError, match="at most 64 steps"):
+        Decode()(replace(seen, knowledge=many), stream(0, "attack"))
 
 
 @pytest.mark.parametrize(("silent", "count"), [(False, 3), (True, 3)])

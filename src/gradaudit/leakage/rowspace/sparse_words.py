@@ -97,6 +97,21 @@ def beyond_chance(lines: int) -> float:
     return lines + _SPREAD * math.sqrt(2 * lines) + _SURE
 
 
+def log_sets(every: int, words: int) -> float:
+    """Return the logarithm of how many sets of so many words there are."""
+    return math.lgamma(every + 1) - math.lgamma(words + 1) - math.lgamma(every - words + 1)
+
+
+def dictionary(model: TextModel, places: int) -> tuple[Tensor, Tensor]:
+    """Return [V, d] what each word brings into block 0, and [n, d] what so many positions and the bias bring."""
+    parts = model.first_input_parts()
+    words, beside = parts.words.double(), parts.positions[:places].double()
+    if parts.centered:
+        words, beside = words - words.mean(1, keepdim=True), beside - beside.mean(1, keepdim=True)
+    weight = parts.weight.double()
+    return words * weight, torch.cat([beside * weight, parts.bias.double()[None]])
+
+
 @torch.no_grad()
 def adapter_words(seen: Observation, level: float) -> SparseWords:
     """Return the words of block 0 that the gradients of adapters are made of.
@@ -158,14 +173,9 @@ class _Pursuit:
 
     def __init__(self, model: TextModel, fitting: Weighted, places: int, masked: bool = False) -> None:
         self.masked = masked
-        parts = model.first_input_parts()
-        words, beside = parts.words.double(), parts.positions[:places].double()
-        if parts.centered:
-            words, beside = words - words.mean(1, keepdim=True), beside - beside.mean(1, keepdim=True)
-        by = parts.weight.double() / fitting.columns
-        beside = torch.cat([beside * by, (parts.bias.double() / fitting.columns)[None]])
+        words, beside = (rows / fitting.columns for rows in dictionary(model, places))
         self.beside = torch.nn.functional.normalize(beside[beside.any(1)], dim=1)
-        self.whole = words * by
+        self.whole = words
         self.out = torch.linalg.qr(self.beside.T).Q if len(self.beside) else self.beside.T
         self.rows = self._off(self.whole)
         self.fitting, self.free = fitting, fitting.target.shape[1] - self.out.shape[1]
@@ -235,8 +245,7 @@ class _Pursuit:
 
     def _by_chance(self, words: int) -> float:
         """Return the logarithm of how many sets of so many words explain the directions by chance."""
-        every = len(self.rows)
-        sets = math.lgamma(every + 1) - math.lgamma(words + 1) - math.lgamma(every - words + 1)
+        sets = log_sets(len(self.rows), words)
         return sets - len(self.directions) * max(self.free - words, 0) * math.log(max(self.size, 1.0))
 
     def _with(self, words: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
-from gradaudit.leakage.rowspace.sparse_words import IDLE, SparseWords, beyond_chance
+from gradaudit.leakage.rowspace.sparse_words import IDLE, SparseWords, beyond_chance, dictionary, log_sets
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
 from gradaudit.leakage.uneven.summed import Summed
 from gradaudit.models.base import TextModel
@@ -113,13 +113,9 @@ class _Search:
 
     def __init__(self, model: TextModel, sent: Summed, whole: bool) -> None:
         self.sent, self.whole, self.silent = sent, whole, sent.silent
-        parts = model.first_input_parts()
-        words, beside = parts.words.double(), parts.positions[:_PLACES].double()
-        if parts.centered:
-            words, beside = words - words.mean(1, keepdim=True), beside - beside.mean(1, keepdim=True)
-        beside = torch.cat([beside * parts.weight, parts.bias.double()[None]])
+        words, beside = dictionary(model, _PLACES)
         size = math.sqrt(model.width)
-        self.rows = size * normalize(words * parts.weight, dim=1)
+        self.rows = size * normalize(words, dim=1)
         self.beside = size * normalize(beside[beside.any(1)], dim=1)
         special = model.special
         self.special, self.never = special.ids, sorted(special.ids - {*special.prefix, *special.suffix})
@@ -162,7 +158,7 @@ class _Search:
         """Return the words taken, and of each how many would by chance have explained as much."""
         taken, chances, out = self._start(), dict[int, float](), dict[int, int]()
         tries = bold = 0
-        while len(self.fit.times) * len(taken.rows) < _FULL * self.rows.shape[1]:
+        while self._room(taken) > 0:
             barred = [word for word, count in out.items() if count >= _OUT]
             new = self._standing_out(taken, barred, _STANDS_OUT)
             if not new and (not taken.words or tries == len(_SIZES)) and bold < _BOLD:
@@ -189,6 +185,10 @@ class _Search:
             step(f"words of adapters, {self.steps} steps together", len(taken.words))
         return taken, chances
 
+    def _room(self, taken: _Taken) -> int:
+        """Return how many words more a line can tell."""
+        return int(_FULL * self.rows.shape[1] / len(self.fit.times)) - len(taken.rows)
+
     def _enough(self, taken: _Taken) -> bool:
         """Say whether so many lines are explained that nothing is missing."""
         return float(self._explained(self.fit, taken.found, taken.rows).double().mean()) > _ENOUGH
@@ -203,7 +203,7 @@ class _Search:
     def _standing_out(self, taken: _Taken, barred: Sequence[int], most: float) -> dict[int, float]:
         """Return words that explain most of what is left, with how many would by chance, while these are at most so."""
         gains, found = self._gains(taken, barred), dict[int, float]()
-        for word in self._best(gains, _AT_ONCE + len(taken.words) // _MORE):
+        for word in self._best(gains, min(_AT_ONCE + len(taken.words) // _MORE, self._room(taken))):
             chance = expected_by_chance(gains)
             if chance > most:
                 break
@@ -291,12 +291,9 @@ class _Search:
             return None
         chance = beyond_chance(int(still.sum()))
         alone_costs = need[still].sum(0) * (1 - self._likest(only))
-        sets = (
-            math.lgamma(len(self.rows) + 1) - math.lgamma(len(kept) + 1) - math.lgamma(len(self.rows) - len(kept) + 1)
-        )
         free = self.rows.shape[1] - fit.times.shape[0] * len(only.rows)
         error = float((fit.error[still] / fit.sent[still].square().mean(1, keepdim=True).sqrt()).log().mean())
-        lone = sets + int(still.sum()) * free * error < _CHANCE
+        lone = log_sets(len(self.rows), len(kept)) + int(still.sum()) * free * error < _CHANCE
         return list(only.words), [lone and cost > chance for cost in alone_costs.tolist()], int(still.sum())
 
     def _as(self, fit: SignalFit, taken: _Taken) -> StepSignals:

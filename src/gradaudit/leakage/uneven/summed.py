@@ -7,10 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.uneven.entries import ARITHMETIC, UNIFORM, grid, summing_error
 from gradaudit.leakage.uneven.steps import AdamSteps
 from gradaudit.models.lora import unstepped
 from gradaudit.types import Observation
+
+_MOST = 64
+"""Steps read together at most: memory goes with them, and their number is a claim. Ten were tried (and seldom read)."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,17 @@ def summed(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v")
     Returns:
         None where nothing of the block was seen, or the change was not made so: the optimizer is another one or not
         told, Adam's decay is part of its gradient, weights or state are narrower than float32.
+
+    Raises:
+        NotSupportedError: too many steps.
     """
     how, steps = seen.knowledge.training, seen.knowledge.steps
     if how is None or steps is None or how.optimizer not in ("adam", "adamw") or how.precision == "bf16-weights":
         return None
     if how.optimizer == "adam" and how.weight_decay:
         return None
+    if steps > _MOST:
+        raise NotSupportedError(f"adapters are read over at most {_MOST} steps of Adam together, and these are {steps}")
     rates = how.rates(steps)
     # a factor so near to 1 is rounded itself, to the weights' type
     kept = torch.tensor([1 - rate * how.weight_decay for rate in rates], dtype=torch.float32).tolist()
