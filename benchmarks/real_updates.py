@@ -1,14 +1,15 @@
 """What is read from the updates that clients really send: weight changes of AdamW and SGD, low precision, noise.
 
-    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences peers precision defenses decoders \\
-        untold undropped
+    OMP_NUM_THREADS=1 python benchmarks/real_updates.py adamw sgd words sentences peers precision defenses \\
+        strongest decoders untold undropped
 
 Dropout 0.1 is on in every cell of a model that has it, but for the last group; labels and lengths are unknown. Draw
 2026 was not used in development. Groups: adamw (one step with frozen word and position embeddings, and one as the
 transformers Trainer takes it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings
 trained), peers (TAG and LAMP on the latter, every step replayed), precision (autocast, bfloat16), defenses (noise,
-pruning), decoders, untold, undropped. Records go to out/benchmarks (a run that was stopped goes on there) and hold no
-text. Failures count 0.
+pruning), strongest (the strongest of these on a wider model, and read by Grab, which is told labels and lengths),
+decoders, untold, undropped. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text.
+Failures count 0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from grid import PRACTICAL, Cell, Done, Program, main, mean_of
+from matching import GRAB
 
 from gradaudit.metrics.summary import summarize
 
@@ -94,6 +96,14 @@ def defenses() -> list[Cell]:
     return cells
 
 
+def strongest() -> list[Cell]:
+    """The strongest noise and pruning, where `decode` is below Grab's published curve: a wider model, and Grab here."""
+    told = ({"name": "normalized-gaussian", "sigma": 5e-2},), ({"name": "random-pruning", "rate": 0.99},)
+    ours = [Cell("cola", 1, 5, PRACTICAL, "mpnet", defense=one, seed=DRAW) for one in told]
+    given = {"knowledge": {"labels": True, "lengths": True}}
+    return [*ours, *(Cell("cola", 1, 5, PRACTICAL, defense=one, seed=DRAW, attack=GRAB, more=given) for one in told)]
+
+
 def decoders() -> list[Cell]:
     """One step of SmolLM2, which drops nothing out; then of GPT-2's shape, which does."""
     step = PRACTICAL | {"dropout": False}
@@ -142,6 +152,7 @@ GROUPS = {
     "peers": peers,
     "precision": precision,
     "defenses": defenses,
+    "strongest": strongest,
     "decoders": decoders,
     "untold": untold,
     "undropped": undropped,
@@ -165,8 +176,9 @@ def said(cell: Cell) -> str:
     made += [f"{k.replace('_', ' ')} {v}" for k, v in own.items()]
     made += [" ".join(str(v) for v in one.values()) for one in cell.defense]
     made.append("embeddings frozen" if cell.client.get("freeze") else "all trained")
-    if cell.more:
-        made.append("nothing told")
+    told = cell.more.get("knowledge", {})
+    if told:
+        made.append("labels and lengths told" if all(told.values()) else "nothing told")
     if (attack := dict(cell.attack)) != {"name": "decode"}:
         made.append(" ".join([f"by {attack.pop('name')}:", *(f"{v} {k}" for k, v in attack.items())]))
     return ", ".join(made)

@@ -203,7 +203,8 @@ class MaskedInputs:
         if not self.model.dropout_before_norm:
             return self._entering(clean * self._raised(rate))
         masked = torch.where(kept, clean, torch.zeros_like(clean)) / (1 - rate) / self._parts.weight.double()
-        return clean / (1 - rate) * (masked.var(1, correction=0, keepdim=True) + self._parts.eps).rsqrt()
+        spread = (masked - masked.mean(1, keepdim=True)).square().mean(1, keepdim=True)  # var warns of no rows at all
+        return clean / (1 - rate) * (spread + self._parts.eps).rsqrt()
 
     def accepted(self, clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:
         """Return the finished masks, and which of them are rows of the batch."""
