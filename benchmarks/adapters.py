@@ -1,20 +1,22 @@
 """What words and sentences the updates of LoRA adapters give away, far beyond their directions.
 
-    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps several
+    OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps \\
+        several noise
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0,
 for sentences and steps everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step
 of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences
-(one gradient), steps (sentences from one step), several (words from several steps of AdamW together). The attacker has
-the weights with the adapters as they are, the batch size, the dropout rate, and of a change how it was made; not
-labels or lengths. Draws were seen by nobody before the method stood. Records hold no text. Failures count 0;
-"certain" is over all batches.
+(one gradient), steps (sentences from one step), several (words from several steps of AdamW together), noise (words of
+one gradient under noise of so many times each tensor's root mean square, and DP-SGD). The attacker has the weights with
+the adapters as they are, the batch size, the dropout rate, and of a change how it was made; not labels or lengths.
+Draws were seen by nobody before the method stood. Records hold no text. Failures count 0; "certain" is over all
+batches.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from grid import Cell, Done, Program, main, mean_of
 
 from gradaudit.metrics.summary import summarize
 
-DRAW, LATER = 5051, 7079
-"""Draws that nobody saw before the method stood: LATER's for several steps."""
+DRAW, LATER, NOISY = 5051, 7079, 8087
+DRAWS = {"several": LATER, "noise": NOISY}
+"""Draws that nobody saw before the method stood."""
 
 
 def one(
@@ -34,6 +37,7 @@ def one(
     tensors: str = "0:q,k,v",
     warmup: int = 10,
     draw: int = DRAW,
+    defense: Mapping[str, Any] | None = None,
     **client: Any,
 ) -> Cell:
     """Return a cell of CoLA."""
@@ -43,8 +47,11 @@ def one(
     if "epochs" in how:
         some = how.get("minibatch")
         told += f", {how['epochs'] * -(-size // (some or size))} steps" + f" of {some}" * bool(some)
+    if defense:
+        told += ", " + " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in defense.values())
     return Cell(
         "cola", size, batches, how, model, tensors=tensors, seed=draw, title=told,
+        defense=(defense,) if defense else (),
         name=f"adapters-{told.replace(', ', '-')}-{model}-r{rank}-b{size}{'-all' * (tensors == 'all')}",
         more={"lora": {"rank": rank, "warmup": warmup}},
         facts={"rank": rank},
@@ -74,6 +81,14 @@ GROUPS = {
         one(b, n, tensors="all", **how)
         for how in ({**ADAMW, "learning_rate": 2e-4}, {**ADAMW, "learning_rate": 5e-5}, SGD)
         for b, n in ((1, 10), (2, 10), (4, 5), (8, 3))
+    ],
+    "noise": lambda: [
+        one(b, n, draw=NOISY, defense=told)
+        for told in (
+            *({"name": "gaussian", "sigma": sigma, "relative": True} for sigma in (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0)),
+            *({"name": "dp-sgd", "clip": 1.0, "noise_multiplier": z} for z in (1e-6, 1e-5, 1e-4, 1e-3)),
+        )
+        for b, n in ((1, 10), (8, 5))
     ],
     "several": lambda: [
         one(b, n, learning_rate=2e-4, draw=LATER, **ADAMW, **how)
@@ -123,7 +138,7 @@ PROGRAM = Program(
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text, but for fresh ones; "
         f"{'all adapters' if group in ('sentences', 'steps') else 'q, k, v of block 0'} seen, batch size and training "
-        f"known, labels and lengths not; draw {LATER if group == 'several' else DRAW}, not used in development."
+        f"known, labels and lengths not; draw {DRAWS.get(group, DRAW)}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )

@@ -9,11 +9,11 @@ import torch
 from scipy.stats import kstest
 
 from gradaudit.client.client import Client
-from gradaudit.defense_traits import ANYTHING
+from gradaudit.defense_traits import ANYTHING, deviation_told
 from gradaudit.defenses.base import UpdateDefense
 from gradaudit.defenses.noise import Gaussian
 from gradaudit.errors import BadInputError
-from gradaudit.registry import build, known
+from gradaudit.registry import build, describe, known
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining
 from tiny_models import batch_of, seen_of, sentences
@@ -122,6 +122,36 @@ def test_clipping_bounds_the_norm_and_keeps_the_direction(per_tensor):
     assert all(torch.equal(loose[name], value) for name, value in tensors.items())
     zero = {"z": torch.zeros(3)}
     assert torch.equal(build("defense", "clip", {}).on_update(zero, stream(0, "x"))["z"], zero["z"])
+
+
+@pytest.mark.parametrize("scale", [1e-2, 5.0])
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("gaussian", {"sigma": 0.3}),
+        ("gaussian", {"sigma": 0.3, "relative": True}),
+        ("normalized-gaussian", {"sigma": 0.02}),
+        ("laplace", {"scale": 0.5}),
+    ],
+)
+def test_one_who_is_told_of_noise_knows_its_size(name, values, scale):
+    """Oracle: two draws of the same tensor differ by noise alone."""
+    noise, clip = build("defense", name, values), {"name": "clip", "norm": 1.0}
+    tensor = {"a": scale * torch.randn((200, 300), generator=torch.Generator().manual_seed(0))}
+    one, other = (noise.on_update(tensor, stream(seed, "x"))["a"] for seed in (0, 1))
+    known = deviation_told([clip, describe(noise)], one)
+    assert known == pytest.approx(float((one - other).std()) / 2**0.5, rel=0.02)
+    assert deviation_told([describe(noise), clip], one) is None
+    assert deviation_told([{"name": "top-k"}, describe(noise)], one) is None
+
+
+def test_one_who_is_told_of_dp_sgd_knows_the_size_of_its_noise():
+    guard = build("defense", "dp-sgd", {"clip": 0.5, "noise_multiplier": 0.8})
+    zero = {"a": torch.zeros(200, 300)}
+    sent = guard.on_examples(iter([{"a": torch.zeros(4, 200, 300)}]), zero, 4.0, stream(0, "x"))["a"]
+    assert deviation_told([describe(guard)], sent, 4) == pytest.approx(float(sent.std()), rel=0.02)
+    assert deviation_told([describe(guard)], sent) is None
+    assert deviation_told((), sent) is None
 
 
 @pytest.mark.parametrize(("name", "values"), [("laplace", {"scale": 0.0}), ("clip", {"norm": -1.0})])

@@ -12,6 +12,7 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge.words import score_words
+from gradaudit.leakage.rowspace.noisy_words import heard
 from gradaudit.leakage.rowspace.sparse_words import _Pursuit, exact, sparse_words
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
@@ -19,8 +20,9 @@ from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.models.model import FirstInputs
 from gradaudit.models.spec import Lora, ModelSpec
 from gradaudit.models.zoo import load_model
+from gradaudit.registry import build
 from gradaudit.streams import stream
-from gradaudit.types import LocalTraining, NamedWord
+from gradaudit.types import Given, LocalTraining, NamedWord
 from tiny_models import WORDS, batch_of, seen_of, sentences
 
 
@@ -153,6 +155,42 @@ def test_under_noise_nothing_wrong_is_certain(llama, noise):
             assert {word.token for word in found.words if word.certain} == set(right)
 
 
+@pytest.mark.parametrize(("noise", "sure"), [(0.01, [12]), (0.3, range(1, 12)), (1.0, [0])])
+def test_words_stand_out_of_noise_as_large_as_the_directions(llama, monkeypatch, noise, sure):
+    """One draw; what the others could hide in the noise decides which words are certain."""
+    rows = wide(monkeypatch, llama)
+    rng = torch.Generator().manual_seed(5)
+    clean = torch.randn(24, 12, generator=rng, dtype=torch.double) @ rows[20:32]
+    sigma = noise * float(clean.square().mean().sqrt())
+    sent = clean + sigma * torch.randn(clean.shape, generator=rng, dtype=torch.double)
+    found = sparse_words(llama, Entries(sent, torch.full_like(sent, sigma), PlainStep(), {"q": 24}), 0.01)
+    assert {word.token for word in found.words} == set(range(20, 32))
+    assert sum(word.certain for word in found.words) in sure
+
+
+def test_a_word_that_stands_for_another_gives_way_to_it(llama, monkeypatch):
+    """What the right word explains beside the wrong one is below chance; in its place it explains more."""
+    rows = wide(monkeypatch, llama)
+    rows[40] = 0.95 * rows[20] + 0.3 * rows[40]
+    rng = torch.Generator().manual_seed(6)
+    sent = torch.randn(24, 1, generator=rng, dtype=torch.double) @ rows[20:21]
+    sent += 5.0 * torch.randn(24, 600, generator=rng, dtype=torch.double)
+    seen = Entries(sent, torch.full_like(sent, 5.0), PlainStep(), {"q": 24})
+    assert heard(seen, rows, torch.zeros(600, 0, dtype=torch.double), [40], []).words == [20]
+    assert heard(seen, rows, torch.zeros(600, 0, dtype=torch.double), [40], [20]).words == [40]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_noise_of_a_client_s_adapters_is_reckoned_with_where_it_is_told(llama, told):
+    batch = batch_of(llama, sentences([5, 4], 1))
+    noise = (build("defense", "gaussian", {"sigma": 1e-3, "relative": True}),)
+    seen = seen_of(Client(llama, defenses=noise), batch, given=Given(defenses=told))
+    found = Decode()(seen, stream(0, "attack"))
+    assert any(word.certain for word in found.words or ()) == told
+    if told:
+        assert {word.token for word in found.words or ()} == held(llama, batch)
+
+
 def test_with_dropout_on_an_encoder_s_words_stand_out_and_none_is_certain():
     model = adapted("minilm", 8)
     batch = batch_of(model, [" ".join(WORDS[at : at + 9]) for at in (20, 29)])
@@ -195,13 +233,22 @@ def wide(monkeypatch, model, words: int = 500, width: int = 600):
 
 @pytest.mark.parametrize(("square", "all_certain"), [(0.0, True), (400.0, False)])
 def test_a_word_left_out_that_explains_more_than_chance_makes_none_certain(llama, monkeypatch, square, all_certain):
-    """A weak word: too little for a word of its own, and chi^2 hides it among fourteen thousand entries."""
+    """A weak word: too little for a word of its own, and chi^2 hides it among fourteen thousand entries.
+
+    Amid even noise it is heard, and is not certain: as much could hide in the noise of others.
+    """
     rows = wide(monkeypatch, llama)
     rng = torch.Generator().manual_seed(3)
     left = torch.randn(24, 9, generator=rng, dtype=torch.double)
     left[:, 8] *= (square / (left[:, 8] @ left[:, 8] * (rows[28] @ rows[28]))) ** 0.5 * 1e-3
     sent = left @ rows[20:29] + 1e-3 * torch.randn(24, rows.shape[1], generator=rng, dtype=torch.double)
-    found = sparse_words(llama, Entries(sent, torch.full_like(sent, 1e-3), PlainStep(), {"q": 24}), 0.01)
+    spread = torch.full_like(sent, 1e-3)
+    heard = sparse_words(llama, Entries(sent, spread, PlainStep(), {"q": 24}), 0.01)
+    assert {word.token: word.certain for word in heard.words} == dict.fromkeys(range(20, 28), True) | (
+        {28: False} if square else {}
+    )
+    spread[0, 0] *= 1.001  # no longer noise of one size
+    found = sparse_words(llama, Entries(sent, spread, PlainStep(), {"q": 24}), 0.01)
     assert found.explained
     assert {word.token for word in found.words} == set(range(20, 28))
     assert {word.certain for word in found.words} == {all_certain}
@@ -231,11 +278,11 @@ def test_all_directions_count_alike_however_strong_a_word_is(llama, seed):
 
 
 def test_sets_by_chance_are_counted_and_where_there_may_be_one_no_word_is_certain(llama, monkeypatch):
-    """Closed form: C(V, n) sets, each of which explains m directions with (error / size)^(m (d - n))."""
+    """Closed form: C(V, n) sets, each of which explains directions with the product of (error / size)^(d - n)."""
     rng = torch.Generator().manual_seed(0)
     directions = torch.randn(6, 5, generator=rng, dtype=torch.double) @ llama.first_inputs(0)[20:25].double()
     pursuit = _Pursuit(llama, Weighted(exact({"q": directions})), 0)
-    pursuit.size, pursuit.free = 3.0, 31
+    pursuit.sizes, pursuit.free = torch.tensor([3.0, 3.0, 3.0, 3.0, 3.0]).log(), 31
     sets = math.log(math.comb(len(pursuit.rows), 5))
     assert pursuit._by_chance(5) == pytest.approx(sets - 5 * 26 * math.log(3.0))
     found = sparse_words(llama, exact({"q": directions}), 0.01)

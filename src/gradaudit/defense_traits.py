@@ -4,10 +4,12 @@ A defense says its traits (`defenses.base.Defense.traits`), an attack those that
 file names a defense: a new one is countered, refused or flagged by what it says of itself.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from gradaudit.registry import known
+from torch import Tensor
+
+from gradaudit.registry import build, known
 
 Trait = Literal[
     "zero mean",
@@ -61,6 +63,24 @@ def law_of(told: Mapping[str, Any]) -> Law | None:
     """Return the law of what a defense sends; None where nobody wrote it down."""
     found: Law | None = getattr(_defense(told), "law", None)
     return found
+
+
+def deviation_told(told: Sequence[Mapping[str, Any]] | None, sent: Tensor, examples: int | None = None) -> float | None:
+    """Return the standard deviation of the noise in each entry of a tensor, as what was told of it has it.
+
+    Args:
+        told: the defenses, in order; what went before the noise may only scale.
+        sent: what they made of the tensor.
+        examples: of the batch; None where they are not known.
+
+    Returns:
+        None where no noise was told, or its size does not follow.
+    """
+    if not told or all_traits(told[:-1]) - {"scaled"} or _defense(told[-1]) is None:
+        return None
+    last = build("defense", str(told[-1]["name"]), {k: v for k, v in told[-1].items() if k != "name"})
+    size: float | None = last.deviation(sent, examples)
+    return size
 
 
 def all_traits(told: Iterable[Mapping[str, Any]] | None) -> frozenset[Trait]:

@@ -52,6 +52,18 @@ class Defense(ABC):
         """
         return None
 
+    def deviation(self, sent: Tensor, examples: int | None) -> float | None:
+        """Return the standard deviation of the noise in each entry of a tensor, as one who is told of it knows it.
+
+        Args:
+            sent: what the defense made of the tensor.
+            examples: of the batch; None where they are not known.
+
+        Returns:
+            None where it adds none, or of no known size.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class Noise:

@@ -46,6 +46,9 @@ class DPSGD(ExampleDefense):
         # no gain by sampling: which sentences are in the update is what is asked; one replaced moves a sum by 2 C
         return Noise(self.noise_multiplier, 2.0, "one sentence", steps)
 
+    def deviation(self, sent: Tensor, examples: int | None) -> float | None:
+        return self.noise_multiplier * self.clip / examples if self.noise_multiplier and examples else None
+
     def __post_init__(self) -> None:
         above_zero(self.name, "clip", self.clip)
         if not 0 <= self.noise_multiplier < math.inf:

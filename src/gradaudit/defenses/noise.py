@@ -55,6 +55,12 @@ class Gaussian(_GaussianNoise):
             return values, values.new_full((len(values),), self.sigma)
         return values, self.sigma * values.flatten(1).square().mean(1).sqrt()
 
+    def deviation(self, sent: Tensor, examples: int | None) -> float | None:
+        if not self.relative:
+            return self.sigma
+        # of the clean tensor, which has less power than what was sent, noise included
+        return self.sigma * float(sent.double().square().mean().sqrt()) / math.hypot(1, self.sigma)
+
     def on_mean(self, mean: Mapping[str, Tensor], clients: int, rng: torch.Generator) -> dict[str, Tensor] | None:
         if self.relative:
             return None
@@ -80,6 +86,9 @@ class NormalizedGaussian(_GaussianNoise):
 
     def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
         return Noise(self.sigma, 2 * math.sqrt(tensors))
+
+    def deviation(self, sent: Tensor, examples: int | None) -> float | None:
+        return self.sigma
 
     def before_noise(self, values: Tensor) -> tuple[Tensor, Tensor]:
         return values / by_update(self._norms(values), values), values.new_full((len(values),), self.sigma)
@@ -116,6 +125,9 @@ class Laplace(UpdateDefense):
 
     def noise(self, before: float | None, tensors: int, steps: int) -> Noise:
         return Noise(without="Laplace noise without a bound on each coordinate has no epsilon")
+
+    def deviation(self, sent: Tensor, examples: int | None) -> float | None:
+        return math.sqrt(2) * self.scale
 
     def __post_init__(self) -> None:
         above_zero(self.name, "scale", self.scale)

@@ -98,10 +98,9 @@ class MaskedInputs:
         self._least = least
         self.model, self.span, self.limit, self._off = model, first, near, off
         self._rounded, self._weights = rounded if weights is None else weights, weights
-        parts = model.first_input_parts()
+        parts = self._parts = model.first_input_parts()
         self._check = VocabularyCheck(parts, first)
         self._near: dict[int, Tensor] = {}
-        self._parts = parts
         basis = first.basis
         if model.dropout_before_norm:
             more = self._scaled(torch.stack([parts.weight, parts.bias]).to(basis)).T
@@ -203,7 +202,7 @@ class MaskedInputs:
         if not self.model.dropout_before_norm:
             return self._entering(clean * self._raised(rate))
         masked = torch.where(kept, clean, torch.zeros_like(clean)) / (1 - rate) / self._parts.weight.double()
-        spread = (masked - masked.mean(1, keepdim=True)).square().mean(1, keepdim=True)  # var warns of no rows at all
+        spread = masked.square().mean(1, keepdim=True) - masked.mean(1, keepdim=True).square()
         return clean / (1 - rate) * (spread + self._parts.eps).rsqrt()
 
     def accepted(self, clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:

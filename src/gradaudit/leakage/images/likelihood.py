@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.defense_traits import law_of
+from gradaudit.defense_traits import deviation_told, law_of
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.observed import as_gradient, sgd_steps
 from gradaudit.models.images import ImageModel
@@ -71,10 +71,7 @@ class ImageEvidence:
             return (wrong / (slack * typical.view(-1, *[1] * (made.dim() - 1)))).flatten(1).sum(1)
         off, size = made - observed, slack * self.unit
         if how == "gaussian":
-            sigma = float(self._told["sigma"])
-            # of the clean tensor, which has less power than what was sent, noise included
-            clean = float(observed.square().mean().sqrt()) / (1 + sigma**2) ** 0.5
-            size = sigma * (clean if self._told.get("relative") else 1 / self._rate)
+            size = (deviation_told([self._told], observed * self._rate) or 0.0) / self._rate
         elif how == "largest":
             off = torch.where(observed != 0, off, torch.relu(made.abs() - self._least[name]))
         elif how == "support":

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, log_sets
+from gradaudit.leakage.rowspace.noisy_words import heard
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import EXPLAINED
@@ -53,12 +55,6 @@ _HEARD = 4
 IDLE = 25.0
 """A word whose coefficients each explain less than so many squared errors is none (measured, exact gradients: 1 of
 wrong words, 10^6 and more of right ones)."""
-_SURE, _SPREAD = 36.0, 6.0
-"""For words to be certain, any other one in a word's place must cost more of chi^2, and no word left out may explain
-more of what is left, than chance does: one square a line, so many standard deviations of their sum, and for the best
-of 49,152 words 2 log V = 22 with some room."""
-_CHANCE = math.log(1e-6)
-"""Sets of words expected to explain the directions by chance for a word to be certain, as a logarithm."""
 _PLACES = (24, 96)
 """Positions taken out: most sentences are shorter than the first, and each costs a dimension."""
 _NO_STEP = (
@@ -69,6 +65,7 @@ _SEVERAL = (
     "adapters are read from one gradient, or from steps of AdamW, Adam or plain SGD from a fresh state; of this change "
     "nothing tells the gradients (another optimizer, or how it was made was not told)"
 )
+_NOTHING = "nothing of the adapters stands above its errors"
 _NOT_SENT = (
     "attack 'decode' needs the gradients of adapters on q, k or v of block 0, and none of them is in this update"
 )
@@ -90,16 +87,6 @@ class SparseWords:
     explained: bool
     directions: int
     limit: str
-
-
-def beyond_chance(lines: int) -> float:
-    """Return the squares that so many lines of errors explain of what is theirs in no case."""
-    return lines + _SPREAD * math.sqrt(2 * lines) + _SURE
-
-
-def log_sets(every: int, words: int) -> float:
-    """Return the logarithm of how many sets of so many words there are."""
-    return math.lgamma(every + 1) - math.lgamma(words + 1) - math.lgamma(every - words + 1)
 
 
 def dictionary(model: TextModel, places: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +159,7 @@ class _Pursuit:
     """
 
     def __init__(self, model: TextModel, fitting: Weighted, places: int, masked: bool = False) -> None:
-        self.masked = masked
+        self.masked, self.noisy = masked, fitting.seen.even
         words, beside = (rows / fitting.columns for rows in dictionary(model, places))
         self.beside = torch.nn.functional.normalize(beside[beside.any(1)], dim=1)
         self.whole = words
@@ -197,7 +184,7 @@ class _Pursuit:
         edge = len(target) ** 0.5 + self.free**0.5
         _, values, directions = torch.linalg.svd(self.sent, full_matrices=False)
         self.directions = directions[values > _CLEAR * self.sigma * edge]
-        self.size = float(self.sent.square().mean().sqrt()) / self.sigma
+        self.sizes = (values / (self.sigma * self.free**0.5)).log().clamp_min(0.0)
 
     def _off(self, rows: Tensor) -> Tensor:
         return rows - (rows @ self.out) @ self.out.T
@@ -225,19 +212,43 @@ class _Pursuit:
                 break
         count = len(self.directions)
         told = f"{count} directions, {self.free} dimensions"
-        if count == 0:
-            return SparseWords((), False, 0, "nothing of the adapters stands above its errors")
+        if self.noisy and not self.masked:
+            return self._amid_noise(used, told)
+        if not count:
+            return SparseWords((), False, 0, _NOTHING)
         if chi2 > EXPLAINED:
             first = [word for word, _ in order[: accepted([chance for _, chance in order], level)]]
             limit = f"adapters: no {len(taken)} words explain the {told}: there are more, or dropout changed their rows"
             if self.masked:
                 limit = f"adapters: {len(first)} words stand out of the {told}; dropout was on, so that none is certain"
             return SparseWords(self._named(first, [False] * len(first)), False, count, limit)
-        chance = beyond_chance(len(self.sent))
-        alone = self._by_chance(len(used)) < _CHANCE and float(self._gains(used).max()) < chance
-        certain = [alone and cost > chance for cost in self._apart(used).tolist()]
+        certain = self._certain(used)
         limit = f"adapters: {len(used)} words explain the {told}, {sum(certain)} of them for certain"
         return SparseWords(self._named(used, certain), True, count, limit)
+
+    def _amid_noise(self, start: Sequence[int], told: str) -> SparseWords:
+        """Return the words that stand out of noise of known size."""
+        columns = self.fitting.columns
+        out = torch.linalg.qr((self.beside * columns).T).Q if len(self.beside) else self.out
+        found = heard(self.fitting.seen, self.whole * columns, out, start, self.never)
+        explained = found.chi2 < EXPLAINED
+        certain = [explained and one for one in found.certain]
+        limit = (
+            f"adapters: {len(found.words)} words stand out of the noise on {told}, {sum(certain)} of them for certain"
+        )
+        if not found.words:
+            limit = _NOTHING
+        return SparseWords(self._named(found.words, certain), explained, len(self.directions), limit)
+
+    def _certain(self, used: Sequence[int]) -> list[bool]:
+        """Say of each word whether no other would do in its place, nor others that were missed."""
+        lines, chance = len(self.sent), beyond_chance(len(self.sent))
+        if self._by_chance(len(used)) > RARE or float(self._gains(used).max()) > chance:
+            return [False] * len(used)
+        _, own, chi2 = self._held(used)
+        hidden = could_hide(chi2, int(self.fitting.there.sum()) - lines * len(self._with(used)))
+        enough = (own * lines > hidden) & (own * lines * (1 - self._likest(used)) > chance)
+        return [bool(one) for one in enough.tolist()]
 
     def _named(self, tokens: Sequence[int], certain: Sequence[bool]) -> tuple[NamedWord, ...]:
         both = zip(tokens, certain, strict=True)
@@ -245,8 +256,8 @@ class _Pursuit:
 
     def _by_chance(self, words: int) -> float:
         """Return the logarithm of how many sets of so many words explain the directions by chance."""
-        sets = log_sets(len(self.rows), words)
-        return sets - len(self.directions) * max(self.free - words, 0) * math.log(max(self.size, 1.0))
+        # a direction so many times its errors' length lies in other words' span by chance: one factor a free dimension
+        return log_sets(len(self.rows), words) - max(self.free - words, 0) * float(self.sizes.sum())
 
     def _with(self, words: Sequence[int]) -> Tensor:
         """Return the rows of words, and behind them what positions bring."""
@@ -303,20 +314,19 @@ class _Pursuit:
         gain[[*words, *self.never]] = 0
         return gain
 
-    def _apart(self, words: Sequence[int]) -> Tensor:
-        """Return [n], by how much chi^2 grows at least with another word in each one's place."""
+    def _likest(self, words: Sequence[int]) -> Tensor:
+        """Return [n], how much of each word's own part, which no other of them has, another word would have."""
         rows = self.rows[list(words)]
         q, t = torch.linalg.qr(rows.T)
         inverse = torch.linalg.solve_triangular(t, torch.eye(len(words), dtype=t.dtype, device=t.device), upper=True)
         # a word's part that no other word has
         lone = inverse @ q.T
         lone = lone / lone.norm(dim=1, keepdim=True)
-        strength = (self.sent @ lone.T).square().sum(0) / self.sigma**2
         along = self.rows @ lone.T
         outside = self.rows - (self.rows @ q) @ q.T
         beside = along.square()
         like = beside / (beside + outside.square().sum(1, keepdim=True)).clamp_min(1e-300)
         like[list(words)] = 0
         like[self.never] = 0
-        least: Tensor = strength * (1 - like.max(0).values)
-        return least
+        most: Tensor = like.max(0).values
+        return most

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradaudit.defense_traits import deviation_told
 from gradaudit.leakage.rowspace.noise_floor import few_digits, few_values, noise_rank
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep, Step
 from gradaudit.models.local_steps import AUTOCAST, WEIGHTS
@@ -32,8 +33,8 @@ _LEVELS = 8
 """Fewer values than these are signs."""
 _NOISE = 1e-5
 """Smaller noise, relative to the root mean square, is rounding: spans are exact."""
-_Read = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""From what was sent of a matrix, and its weights before, to values and their deviations."""
+_Read = Callable[[Tensor, Tensor, "float | None"], "tuple[Tensor, Tensor] | None"]
+"""From what was sent of a matrix, its weights before, and the noise that was told, to values and their deviations."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,13 @@ class Entries:
     steps: int = 1
     rounded: torch.dtype | None = None
     weights: torch.dtype | None = None
+
+    @property
+    def even(self) -> bool:
+        """Whether gradients were sent whose errors are of one size in each matrix, as noise and integers make them."""
+        parts = torch.split(self.spread, list(self.groups.values()))
+        plain = isinstance(self.step, PlainStep)
+        return plain and all(bool((part == part[0, 0]).all()) and bool(part[0, 0] > 0) for part in parts)
 
     def parts(self, stacked: Tensor) -> dict[str, Tensor]:
         """Return each matrix of a stack, by its view's name."""
@@ -136,7 +144,10 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
         for view, sent in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
             if view.name in groups:
                 continue  # one adapter beside a fused matrix is that of q, k and v
-            one = read(sent.detach(), view(weights[view.parameter]).detach())
+            noise = deviation_told(seen.knowledge.defenses, sent, seen.knowledge.batch_size)
+            if noise is None and seen.model.spec.lora:
+                noise = 0.0  # all of few directions are the batch's: no small singular values tell noise
+            one = read(sent.detach(), view(weights[view.parameter]).detach(), noise)
             if one is None:
                 return None
             values.append(one[0])
@@ -175,7 +186,7 @@ def _of_change(seen: Observation) -> _Read | None:
     state = narrow if narrow is not None and (adaptive or how.weight_decay or how.momentum) else torch.float32
     arithmetic = ARITHMETIC * torch.finfo(state).eps / torch.finfo(torch.float32).eps
 
-    def read(change: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    def read(change: Tensor, before: Tensor, noise: float | None) -> tuple[Tensor, Tensor]:
         kind = narrow or before.dtype
         before, after = before.to(kind), (before + change).to(kind)
         # as the optimizer computes it, in the weights' own type: its rounding is known then
@@ -185,18 +196,21 @@ def _of_change(seen: Observation) -> _Read | None:
             value = value - how.weight_decay * steps * before.double()
         rounded = grid(after) * math.sqrt(steps) / (UNIFORM * rate)
         size = torch.ones_like(value) if adaptive else value.abs()
-        return value, (rounded.square() + (arithmetic * size).square()).sqrt()
+        return value, (rounded.square() + (arithmetic * size).square() + ((noise or 0.0) / rate) ** 2).sqrt()
 
     return read
 
 
-def _of_gradient(sent: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
+def _of_gradient(sent: Tensor, before: Tensor, noise: float | None) -> tuple[Tensor, Tensor] | None:
     """Return a gradient's entries and their errors, as its own values show them; None for signs and exact ones.
 
     Half precision: a unit in the last place. Integers: their step. Zeros in place of entries: nothing is known there.
-    Else noise, of the size that the small singular values tell.
+    Else noise, of the size that was told, or that the small singular values tell.
     """
     value = sent.double()
+    least = _NOISE * float(value.square().mean().sqrt())
+    if noise:
+        return (value, torch.full_like(value, noise)) if noise > least else None
     if few_values(sent):
         levels = torch.unique(value)
         if len(levels) < _LEVELS:
@@ -210,8 +224,7 @@ def _of_gradient(sent: Tensor, before: Tensor) -> tuple[Tensor, Tensor] | None:
         bits = _BFLOAT_BITS if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else _HALF_BITS
         exponent = torch.frexp(value.abs().clamp_min(torch.finfo(torch.float32).tiny)).exponent
         return value, torch.ldexp(torch.ones_like(value), exponent - 1 - bits) / UNIFORM
-    rows = value if value.shape[0] >= value.shape[1] else value.T
-    _, sigma = noise_rank(torch.linalg.svdvals(rows), len(rows), sure=True)
-    if sigma < _NOISE * float(value.square().mean().sqrt()):
-        return None
-    return value, torch.full_like(value, sigma)
+    if noise is None:
+        rows = value if value.shape[0] >= value.shape[1] else value.T
+        _, noise = noise_rank(torch.linalg.svdvals(rows), len(rows), sure=True)
+    return (value, torch.full_like(value, noise)) if noise > least else None

@@ -55,6 +55,8 @@ def solved(rows: Tensor, weights: Tensor, pull: Tensor) -> Tensor:
         weights: [n, d].
         pull: [n, d] weights times the target.
     """
+    if not len(rows):
+        return weights.new_zeros(len(weights), 0)
     # weights of a line differ by up to 1e16, which normal matrices would square
     root = weights.sqrt()
     target = pull / root.clamp_min(1e-300)
