@@ -88,9 +88,11 @@ def sparse_sentences(seen: Observation, words: Sequence[int], rng: torch.Generat
     if common < 0:
         return {}
     found: dict[Prefix, bool] = {}
+    tried = set[tuple[int, int]]()
     for vary, evidence in ((common, _EVIDENCE[0]), *((vary, _EVIDENCE[1]) for vary in (common, common // 2, 0))):
         blocks = _blocks(seen, evidence * len(ids)) if not found else {}
-        if blocks:
+        if blocks and (vary, len(blocks)) not in tried:
+            tried.add((vary, len(blocks)))  # all blocks may be asked already
             found = PrefixPursuit(model, blocks, ids, vary, rng).sentences()
     return found
 

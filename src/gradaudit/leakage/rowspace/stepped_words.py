@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from gradaudit.leakage.rowspace.chance import beyond_chance, log_sets
+from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, log_sets
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.rowspace.sparse_words import IDLE, SparseWords, dictionary
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
@@ -59,8 +59,6 @@ _ALIKE_AMONG = 60
 _DEVIATIONS = 6.0
 """A line is explained where its chi^2 is so many of its standard deviations above 1 at most (right words, settled: 0.6
 to 1.1, by hand; lines that did not settle 2 to 10^10)."""
-_CHANCE = math.log(1e-6)
-"""Sets of words expected to explain the lines by chance for a word to be certain, as a logarithm."""
 _PLACES = 24
 """Positions whose rows may be there beside words, in models that add them."""
 
@@ -287,15 +285,19 @@ class _Search:
         kept = torch.where(need.mean(0) > IDLE)[0].tolist()
         only = self._only(alone, kept, fit)
         need = self._needs(fit, only)
-        still = self._explained(fit, self._free(fit, only), only.rows, lines)
+        chi2 = self._chi2(fit, self._free(fit, only), only.rows, lines)
+        still = chi2 < self._limit(fit, only.rows)
         if not kept or not bool(still.any()):
             return None
         chance = beyond_chance(int(still.sum()))
-        alone_costs = need[still].sum(0) * (1 - self._likest(only))
+        strengths = need[still].sum(0)
+        alone_costs = strengths * (1 - self._likest(only))
         free = self.rows.shape[1] - fit.times.shape[0] * len(only.rows)
         error = float((fit.error[still] / fit.sent[still].square().mean(1, keepdim=True).sqrt()).log().mean())
-        lone = log_sets(len(self.rows), len(kept)) + int(still.sum()) * free * error < _CHANCE
-        return list(only.words), [lone and cost > chance for cost in alone_costs.tolist()], int(still.sum())
+        lone = log_sets(len(self.rows), len(kept)) + int(still.sum()) * free * error < RARE
+        hidden = could_hide(float(chi2[still].mean()), int(still.sum()) * free)
+        certain = lone & (strengths > hidden) & (alone_costs > chance)
+        return list(only.words), [bool(one) for one in certain.tolist()], int(still.sum())
 
     def _as(self, fit: SignalFit, taken: _Taken) -> StepSignals:
         """Return the signals that were found, as other functions of the steps."""
@@ -337,17 +339,25 @@ class _Search:
         need: Tensor = (found.signals.square() / found.spread).amax(0)[:, len(self.beside) :]
         return need
 
-    def _explained(self, fit: SignalFit, found: StepSignals, rows: Tensor, lines: Tensor | None = None) -> Tensor:
+    def _explained(self, fit: SignalFit, found: StepSignals, rows: Tensor) -> Tensor:
         """Say of each line whether the fit explains it up to its errors."""
+        explained: Tensor = self._chi2(fit, found, rows) < self._limit(fit, rows)
+        return explained
+
+    @staticmethod
+    def _limit(fit: SignalFit, rows: Tensor) -> float:
+        """Return what an explained line leaves at most, per degree of freedom."""
+        return 1 + _DEVIATIONS * math.sqrt(2 / (rows.shape[1] - len(fit.times) * len(rows)))
+
+    def _chi2(self, fit: SignalFit, found: StepSignals, rows: Tensor, lines: Tensor | None = None) -> Tensor:
+        """Return what a fit leaves of each line, in squared errors per degree of freedom."""
         gradients = fit.gradients(found.signals, rows)
         some = (
             self.sent if lines is None else replace(self.sent, spread=self.sent.spread[lines], groups={"": len(lines)})
         )
         off = (fit.sent - found.fit).square() / some.error(gradients, found.slopes).square()
-        free = rows.shape[1] - len(fit.times) * len(rows)
-        limit = 1 + _DEVIATIONS * math.sqrt(2 / free)
-        explained: Tensor = off.sum(1) / free < limit
-        return explained
+        chi2: Tensor = off.sum(1) / (rows.shape[1] - len(fit.times) * len(rows))
+        return chi2
 
     def _likest(self, taken: _Taken) -> Tensor:
         """Return [words] the share of each one's own part that some other word of the vocabulary has."""

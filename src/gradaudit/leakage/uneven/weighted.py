@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
+from gradaudit.leakage.uneven.steps import PlainStep
 
 Part = tuple[slice | Tensor, slice | Tensor]
 EVERY = slice(None)
@@ -70,6 +71,8 @@ class Weighted:
         self.unit = self.lines * self.columns
         self._own = seen.own(gradient) / self.unit
         self.target = gradient / self.unit
+        self.linear = isinstance(seen.step, PlainStep) and bool(self.known.all())
+        """Whether errors go with no fit and nothing is a bound: one solution of least squares is the best fit."""
 
     def deviation(self, fit: Tensor, part: Part = EVERYTHING) -> Tensor:
         """Return the standard deviation of each entry of the target beside a fit, [n, d], both in units.
@@ -174,6 +177,8 @@ class Weighted:
         target = self.target[part]
         error = self.deviation(target, part).square() + floor**2 + (~self.known[part] * target).square()
         left = solved(rows, 1 / error, target / error)
+        if self.linear:
+            return left, ((target - left @ rows).square() / error).sum(1)
         for wide in (f for f in floors if f > floor):
             left = self._settled(rows, wide, left, lines)[0]
         return self._settled(rows, floor, left, lines)
