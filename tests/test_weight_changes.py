@@ -18,13 +18,15 @@ from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.leakage.decoding.rows import LEAST_KEPT, MaskedInputs, Row, Search, least_kept
 from gradaudit.leakage.rowspace.subspace import Span
-from gradaudit.leakage.uneven.decoded import DecodedChange, _Decoding
+from gradaudit.leakage.uneven.decoded import _Decoding
+from gradaudit.leakage.uneven.decoded_change import DecodedChange
 from gradaudit.leakage.uneven.entries import Entries, entries
-from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, explain, mended, other_tokens, pulls
+from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, Masked, astray, explain, mended, other_tokens, pulls
 from gradaudit.leakage.uneven.least_squares import against, inverses, normal_matrices, solved
 from gradaudit.leakage.uneven.low_rank import Fitting, LowRank
 from gradaudit.leakage.uneven.overlooked import overlooked
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
+from gradaudit.leakage.uneven.weighted import Weighted
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
@@ -519,3 +521,18 @@ def test_entries_tell_how_unsure_they_are_without_those_that_were_left_out():
     spread = torch.tensor([[1.0, 1.0, 1.0, 100.0]], dtype=torch.double)
     assert Entries(sent, spread, PlainStep(), {"q": 1}).unsure() == 0.25
     assert Entries(torch.zeros_like(sent), spread, PlainStep(), {"q": 1}).unsure() == math.inf
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_what_a_wrong_mask_leaves_goes_with_its_row(wrong):
+    """Closed form: a coordinate too much leaves one direction, which comes back to the lines as the row does."""
+    rng = torch.Generator().manual_seed(wrong)
+    rows, left = (torch.randn(shape, generator=rng, dtype=torch.double) for shape in ((5, 40), (60, 5)))
+    sent = left @ rows + 1e-4 * torch.randn(60, 40, generator=rng, dtype=torch.double)
+    fitting = Weighted(Entries(sent, torch.full_like(sent, 1e-4), PlainStep(), {"q": 60}))
+    read = (rows / fitting.columns).clone()
+    assert astray(fitting, read, fitting.signals(read, 0.0))[1] < 0.5
+    read[wrong, 7] = 0
+    at, likeness = astray(fitting, read, fitting.signals(read, 0.0))
+    assert at == wrong
+    assert likeness > 0.9

@@ -3,22 +3,30 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder, whole_rows
-from gradaudit.leakage.decoding.word_signals import WordSignals
 from gradaudit.leakage.rowspace.subspace import Span
+from gradaudit.leakage.uneven.decoded_change import DecodedChange
 from gradaudit.leakage.uneven.entries import Entries
-from gradaudit.leakage.uneven.exact_rows import FINE, Explanation, Masked, explain, mended, other_tokens, pulls
+from gradaudit.leakage.uneven.exact_rows import (
+    FINE,
+    Explanation,
+    Masked,
+    astray,
+    explain,
+    mended,
+    other_tokens,
+    pulls,
+)
 from gradaudit.leakage.uneven.low_rank import FLOORS, LARGEST_SHARE, NEAR, Fitting, LowRank, started
 from gradaudit.leakage.uneven.overlooked import Candidate, overlooked
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
-from gradaudit.types import Observation
 
 _ROUNDS = 8
 """Fits with what the one before decoded."""
@@ -31,6 +39,9 @@ off a row may then lie at first: true ones lie at 0.8 to 1.4, wrong ones from 1.
 384). Below it, where entries are known badly, true rows lose bits by chance and lie further off."""
 _COARSE = FLOORS[-2:]
 """Floors at which rows are judged while some are missing."""
+_DOUBT = 0.8
+"""What is left goes with a row where it comes back to the lines as alike as this (fp16, four sentences: 0.90, that of
+the next row 0.59)."""
 _STRAY, _FEW = 16, 40
 """Directions that stand out of what the rows leave are rows that are missing (measured: 0 or 1 where none is, 2 with 48
 of 50 found, 286 with 46), or wrong bits of rows that are there: so many at most. Fewer rows than the second number are
@@ -44,73 +55,11 @@ none has found anything."""
 _MIDDLE = (0.03, 0.01, 1e-3)
 _WRONG, _WORST = 6.0, 0.3
 """A row whose pull is so many times the median one is wrong, with those that pull at least so much as the worst."""
-_ROUNDED = 5e-7
-"""Rounding of what came back to a head of one word, summed in float32, relative to its root mean square (measured
-in a Llama of 4 heads: 3e-7)."""
 _LOUD = 0.3
 """Words that explain this share of what the best one does are taken with it: others are its likenesses."""
 _IDLE = 3.0
 """A row whose signals each explain less than so many squared errors is none: chance makes 1, the weakest true row of
 116 19 (MiniLM, 1e-5)."""
-
-
-@dataclass(frozen=True)
-class DecodedChange:
-    """Rows decoded from a weight change.
-
-    Args:
-        rows: the rows.
-        inputs: what dropout masks, and the span: of the rows themselves where they explain everything.
-        told: what they explain.
-        entering: [r, d] the rows as they enter.
-        rank: of the batch: the rows, and those that were not found, as what is left of the entries counts them.
-    """
-
-    rows: list[Row]
-    inputs: MaskedInputs
-    told: Explanation
-    entering: Tensor
-    rank: int
-
-    def gradient(self, seen: Observation, entries: Entries, drawn: float = 0.0) -> Observation:
-        """Return the observation with the gradient that these rows and signals make in place of the weight change.
-
-        Args:
-            seen: the observation.
-            entries: of its block 0.
-            drawn: how much of the draw of the error is added.
-        """
-        signals = self.told.left + drawn * self.told.noise
-        return replace(seen, kind="gradient", tensors=entries.parts(signals @ self.entering))
-
-    def blurred(self, seen: Observation, entries: Entries) -> list[Observation]:
-        """Return it with the draw of the error added, and taken off; none where the rows do not explain everything."""
-        return [self.gradient(seen, entries, drawn) for drawn in (1.0, -1.0)] if self.told.whole else []
-
-    def words(self, model: TextModel, entries: Entries) -> WordSignals | None:
-        """Return what came back to the queries and keys of rows that no dropout touched; None where it was not seen.
-
-        Args:
-            model: the model.
-            entries: of its block 0.
-        """
-        views = [model.views(0, role)[0].name for role in "qk"]
-        if not set(views) <= set(entries.groups):
-            return None
-        # what is not explained lies on the signals, too
-        errors = entries.parts(self.told.error * max(1.0, self.told.chi2) ** 0.5)
-        signals = entries.parts(self.told.left)
-        sent = [model.project(0, role, self.entering) for role in "qk"]
-        toward, unsure = (
-            [part[view].T.reshape(like.shape) for view, like in zip(views, sent, strict=True)]
-            for part in (signals, errors)
-        )
-        # float32 rounds what each word sends along its row, too, which no entry's residual shows
-        unsure = [
-            e.hypot(_ROUNDED * t.square().mean(2, keepdim=True).sqrt()) for e, t in zip(unsure, toward, strict=True)
-        ]
-        places = [row.position for row in self.rows] if model.absolute_positions else None
-        return WordSignals(toward[0], toward[1], unsure[0], unsure[1], sent[0], sent[1], model.family.turned, places)
 
 
 class _Decoding:
@@ -128,6 +77,7 @@ class _Decoding:
         self.fitting = Fitting(seen, rng)
         self.most = int(LARGEST_SHARE * model.width)
         self.rows: list[Row] = []
+        self.doubted = set[tuple[int, int]]()
         self.held = 0
         self.missing = model.width
 
@@ -323,6 +273,17 @@ class _Decoding:
             told = self.told(inputs, told.left[:, ~idle] / self.fitting.lines)
         return told
 
+    def doubt(self, inputs: MaskedInputs, told: Explanation) -> None:
+        """Put the row back, once, that what is left goes with: all words are there, and its mask was read wrongly.
+
+        It is read again from a direction that is known far better beside the others, held fixed.
+        """
+        at, likeness = astray(self.fitting, self.masked(inputs).rows(), told.left / self.fitting.lines)
+        row = self.rows[at]
+        if likeness > _DOUBT and (row.token, row.position) not in self.doubted:
+            self.doubted.add((row.token, row.position))
+            self.rows = [*self.rows[:at], *self.rows[at + 1 :]]
+
     def ends(self, told: Explanation, stays: bool) -> bool:
         """Say whether what is left is nothing that a row could explain.
 
@@ -376,6 +337,8 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
             told = state.explained(inputs) if worth and state.rows else None
         if told is not None and state.ends(told, stays):
             break
+        if told is not None and complete and not told.whole:
+            state.doubt(inputs, told)
         effort += stays
         if effort > (_MOST_EFFORT if state.rows else _MOST_IN_VAIN):
             break

@@ -141,6 +141,24 @@ def explain(
     return Explanation(left * fitting.lines, chi2, errors, drawn * fitting.lines, least, own.mean(0), sharp)
 
 
+def astray(fitting: Weighted, rows: Tensor, left: Tensor) -> tuple[int, float]:
+    """Return the row that most of what is left goes with, and how alike they come back to the lines, 0 to 1.
+
+    A row that is slightly wrong leaves one direction, which comes back to the lines as the row does.
+
+    Args:
+        fitting: of the entries.
+        rows: [r, d].
+        left: [n, r] their signals.
+    """
+    fit = left @ rows
+    weights = fitting.weights(fit, FINE[-1])
+    rest = torch.linalg.svd(weights.sqrt() * (fitting.target - fit), full_matrices=False).U[:, 0]
+    lines = torch.nn.functional.normalize(left * weights.mean(1, keepdim=True).sqrt(), dim=0)
+    likeness = (rest @ lines).abs()
+    return int(likeness.argmax()), float(likeness.max())
+
+
 def other_tokens(masked: Masked, positions: Sequence[int], energy: Tensor) -> Tensor:
     """Return [f] the least growth of chi^2 by another token in each row's place, coordinates kept or not as suits it.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gradaudit.leakage.decoding.past import read_sentences
-from gradaudit.leakage.uneven.decoded import DecodedChange
+from gradaudit.leakage.uneven.decoded_change import DecodedChange
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.types import Observation, Reconstruction
 
