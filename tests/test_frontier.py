@@ -15,7 +15,7 @@ from gradaudit.record import Interval, Record, SentenceMarks, Summary
 from gradaudit.report.frontier_page import _LEFT, frontier_svg, write_frontiers
 from gradaudit.scores import SCORES
 from gradaudit.sweeps.frontier import frontiers
-from gradaudit.sweeps.sweep import Result, SweepPoint
+from gradaudit.sweeps.result import Result, SweepPoint
 from gradaudit.sweeps.utility import Utility
 
 TEXT_SCORES = SCORES["text"].names

@@ -25,7 +25,7 @@ from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.sweeps.frontier import frontiers
 from gradaudit.sweeps.measure import MEASURES
-from gradaudit.sweeps.sweep import Result, SweepPoint
+from gradaudit.sweeps.result import Result, SweepPoint
 from gradaudit.sweeps.utility import Utility, UtilityTable, utility
 from gradaudit.types import ImageBatch, LocalTraining
 

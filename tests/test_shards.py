@@ -14,8 +14,9 @@ import pytest
 import tiny_models
 from gradaudit.audit import run as audit
 from gradaudit.errors import BadInputError
+from gradaudit.sweeps.result import TABLE
 from gradaudit.sweeps.shards import POINT, Shard, merge, shard_groups
-from gradaudit.sweeps.sweep import TABLE, load_sweep
+from gradaudit.sweeps.sweep import load_sweep
 
 
 @pytest.fixture

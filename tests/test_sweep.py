@@ -24,7 +24,8 @@ from gradaudit.cli import app
 from gradaudit.data.rows import READERS
 from gradaudit.errors import BadInputError
 from gradaudit.models.zoo import load_model
-from gradaudit.sweeps.sweep import TABLE, load_sweep, run_sweep
+from gradaudit.sweeps.result import TABLE
+from gradaudit.sweeps.sweep import load_sweep, run_sweep
 
 CPU = torch.device("cpu")
 RUN = CliRunner()
@@ -56,6 +57,16 @@ def test_every_combination_is_a_point_the_last_axis_fastest(sweep: Path):
     assert [p.case.data.batch_size for p in points] == [1, 1, 1, 2, 2, 2]
     assert [len(p.case.defense) for p in points] == [0, 1, 2, 0, 1, 2]
     assert {p.case.data.batches for p in load_sweep(sweep, ["data.batches=3"]).points} == {3}
+
+
+def test_words_that_were_named_stand_in_the_table(folders, tmp_path: Path):
+    attack = '[attack]\nname = "decode"\n[lora]\nrank = 2\nwarmup = 2\n'
+    path = tiny_models.write_sweep(tmp_path, folders["llama"], 2, attack + "[axes]\ndata.batch_size = [1]\n")
+    told = RUN.invoke(app, ["sweep", str(path), "--out", str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    row = table(tmp_path / "out")[0]
+    assert (row["words precision"], row["words recall"]) == ("100.0", "100.0")
+    assert 0 <= float(row["blind words recall"]) < 100
 
 
 def test_a_point_is_the_case_that_run_would_run(sweep: Path):

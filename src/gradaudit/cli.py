@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from gradaudit.bundles.examine import Examination
     from gradaudit.record import Record, Summary
-    from gradaudit.sweeps.sweep import Result
+    from gradaudit.sweeps.result import Result
 
 app = typer.Typer(
     help="How much private text, and how well images, can be read back from the updates a model training sends?",
@@ -419,8 +419,8 @@ def report(
 ) -> None:
     """Write a run's report.html anew, with or without the private text; of a sweep's shards the table of all."""
     from gradaudit.report.render import render
+    from gradaudit.sweeps.result import TABLE, write_table
     from gradaudit.sweeps.shards import is_sharded, merge
-    from gradaudit.sweeps.sweep import TABLE, write_table
 
     if is_sharded(folder):
         found = merge(folder)
@@ -593,7 +593,7 @@ def _end_sweep(
     from gradaudit.report.frontier_page import write_frontiers
     from gradaudit.report.terminal import sweep_table
     from gradaudit.sweeps.frontier import frontiers
-    from gradaudit.sweeps.sweep import TABLE
+    from gradaudit.sweeps.result import TABLE
 
     if not as_json:
         out.print(sweep_table(results))

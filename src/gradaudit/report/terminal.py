@@ -22,7 +22,7 @@ from gradaudit.errors import AuditError
 from gradaudit.progress import Sink, shown_by
 from gradaudit.record import Interval, Mark, Record, Summary, Texts
 from gradaudit.scores import Score, Scores, scores_of
-from gradaudit.sweeps.sweep import Result
+from gradaudit.sweeps.result import Result
 
 _STYLES: dict[Mark, str] = {"right": "red", "misplaced": "yellow", "wrong": "dim", "missing": "dim"}
 """As in the report: what leaked is red."""

@@ -10,7 +10,8 @@ import torch
 from gradaudit.errors import BadInputError
 from gradaudit.leakage.matching.compiled import asked as compile_steps
 from gradaudit.machine import ready_process
-from gradaudit.sweeps.sweep import Groups, Result, SweepPoint, run_some
+from gradaudit.sweeps.result import Result, SweepPoint
+from gradaudit.sweeps.sweep import Groups, run_some
 from gradaudit.sweeps.utility import UtilityTable
 
 

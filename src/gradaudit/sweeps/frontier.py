@@ -8,7 +8,7 @@ from gradaudit.record import Interval, Record
 from gradaudit.scores import scores_of
 from gradaudit.sweeps import images, text  # noqa: F401 - each registers its measure
 from gradaudit.sweeps.measure import MEASURES, Measure
-from gradaudit.sweeps.sweep import Result
+from gradaudit.sweeps.result import Result
 from gradaudit.sweeps.utility import Utility
 from gradaudit.verdict.run import verdict
 

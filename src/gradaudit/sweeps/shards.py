@@ -17,7 +17,8 @@ from gradaudit.errors import BadInputError
 from gradaudit.metrics.summary import summarize
 from gradaudit.progress import step
 from gradaudit.record import Record
-from gradaudit.sweeps.sweep import Result, Sweep, SweepPoint, client_groups, run_points
+from gradaudit.sweeps.result import Result, SweepPoint
+from gradaudit.sweeps.sweep import Sweep, client_groups, run_points
 from gradaudit.sweeps.utility import Utility
 
 POINT = "point.json"

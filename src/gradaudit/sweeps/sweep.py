@@ -1,7 +1,6 @@
 """A sweep: one case and axes along which it varies; every point is a case of its own, in a folder of its own."""
 
 import copy
-import csv
 import itertools
 import json
 import multiprocessing
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from gradaudit.audit.prepare import Prepared, prepare
 from gradaudit.case import Case, case_data, parse_case
 from gradaudit.data.rows import READERS
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unknown_name
-from gradaudit.files import only_writer, replacing
+from gradaudit.files import only_writer
 from gradaudit.leakage.matching.compiled import asked as compile_steps
 from gradaudit.leakage.matching.compiled import compiling
 from gradaudit.machine import ready_process
@@ -33,33 +32,14 @@ from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import Model
 from gradaudit.models.spec import kind_of
 from gradaudit.progress import step
-from gradaudit.record import Record, Summary
-from gradaudit.scores import scores_of
-from gradaudit.sweeps.utility import Utility, UtilityTable, kept_utility
+from gradaudit.record import Record
+from gradaudit.sweeps.result import TABLE, Result, SweepPoint, write_table
+from gradaudit.sweeps.utility import UtilityTable, kept_utility
 from gradaudit.workspace import learned_in
 
 MOST = 10_000
 """Points of one sweep: more are a slip of the pen."""
-TABLE, UTILITY = "sweep.csv", "utility"
-COSTS = ("accuracy", "f1", "mcc", "mcc_low", "mcc_high", "epsilon", "delta")
-
-
-@dataclass(frozen=True)
-class SweepPoint:
-    """One point of a sweep.
-
-    Args:
-        values: what each axis is set to, in words, by the axis' key.
-        case: the case there.
-    """
-
-    values: Mapping[str, str]
-    case: Case
-
-    @property
-    def title(self) -> str:
-        """The point in words."""
-        return ", ".join(f"{key} {value}" for key, value in self.values.items())
+UTILITY = "utility"
 
 
 @dataclass(frozen=True)
@@ -73,41 +53,6 @@ class Sweep:
 
     points: tuple[SweepPoint, ...]
     utility: UtilityTable | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a point gave.
-
-    Args:
-        point: the point.
-        summary: over its batches; None where it could not be run.
-        records: of every batch.
-        error: why it could not be run.
-        utility: what training with this client gives; None where it was not asked for or cannot be measured.
-        no_utility: why it cannot be measured.
-        refused: the attack does not support the case, and said so before any batch.
-    """
-
-    point: SweepPoint
-    summary: Summary | None
-    records: tuple[Record, ...] = ()
-    error: str | None = None
-    utility: Utility | None = None
-    no_utility: str | None = None
-    refused: bool = False
-
-    @property
-    def unsupported(self) -> bool:
-        """Whether the attack says that it does not support this case, so that there is nothing to score."""
-        return self.refused or (bool(self.records) and all(r.unsupported for r in self.records))
-
-    @property
-    def failed(self) -> str | None:
-        """Why there is no score at all here; None where some batch was attacked."""
-        if self.summary is None:
-            return self.error
-        return self.records[0].error if self.summary.failed == self.summary.n else None
 
 
 def load_sweep(path: Path, settings: Sequence[str] = ()) -> Sweep:
@@ -364,37 +309,3 @@ def _run(
     except AuditError as error:  # what was attacked is not lost by it
         return Result(point, summary, tuple(records), no_utility=str(error))
     return Result(point, summary, tuple(records), utility=found)
-
-
-def write_table(path: Path, results: Sequence[Result]) -> None:
-    """Write the table of some results.
-
-    Raises:
-        BadInputError: the disk refuses.
-    """
-    axes = list(results[0].point.values)
-    kind = scores_of(name for r in results if r.summary is not None for name in r.summary.scores)
-    names, main = kind.names, kind.main
-    sides = [f"{name} {part}" for name in names for part in ("mean", "low", "high")]
-    rows = []
-    for result in results:
-        row: dict[str, Any] = {**result.point.values, "error": result.failed or ""}
-        row["case"] = result.point.case.content_hash()
-        if result.summary is not None:
-            found = result.summary
-            blind = found.baseline[main].mean if main in found.baseline else None
-            row |= {"batches": found.n, "failed": found.failed, "seconds": found.seconds, f"blind {main}": blind}
-            row["flags"] = " ".join(found.flags)
-            if result.utility is not None:
-                row |= {name: value for name, value in asdict(result.utility).items() if name in COSTS}
-            for name in found.scores.keys() & set(names):
-                row |= {f"{name} {part}": getattr(found.scores[name], part) for part in ("mean", "low", "high")}
-        rows.append(row)
-    columns = [*axes, "batches", "failed", *sides, f"blind {main}", *COSTS, "seconds", "flags", "error", "case"]
-    try:
-        with replacing(path) as draft, open(draft, "w", encoding="utf8", newline="") as file:
-            table = csv.DictWriter(file, columns, restval="")
-            table.writeheader()
-            table.writerows(rows)
-    except OSError as error:
-        raise BadInputError(f"cannot write {path} ({error.strerror}); choose another --out") from None
