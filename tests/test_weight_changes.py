@@ -18,6 +18,7 @@ from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.leakage.decoding.rows import LEAST_KEPT, MaskedInputs, Row, Search, least_kept
 from gradaudit.leakage.rowspace.subspace import Span
+from gradaudit.leakage.uneven import decoded
 from gradaudit.leakage.uneven.decoded import _Decoding
 from gradaudit.leakage.uneven.decoded_change import DecodedChange
 from gradaudit.leakage.uneven.entries import Entries, entries
@@ -536,3 +537,51 @@ def test_what_a_wrong_mask_leaves_goes_with_its_row(wrong):
     at, likeness = astray(fitting, read, fitting.signals(read, 0.0))
     assert at == wrong
     assert likeness > 0.9
+
+
+@pytest.mark.parametrize(("leaves", "kept"), [((50.0, 400.0, 900.0), 4), ((50.0, 400.0, 2.0), 6)])
+def test_a_round_that_makes_complete_rows_worse_is_taken_back(monkeypatch, leaves, kept):
+    """Rows 4, 5 and 6 in three rounds; the answer is of the round that left least."""
+
+    class Rounds(_Decoding):
+        def __init__(self, *given: object) -> None:
+            self.rows, self.missing, self.how, self.doubted = list(range(3)), 1, SimpleNamespace(least=0.0), set()
+            self.most = iter(leaves)
+
+        def fit(self, inputs, beyond):
+            return SimpleNamespace(rank=1, span=lambda layer: None)
+
+        def look(self, inputs, fit, effort):
+            self.rows = [*self.rows, len(self.rows)]
+
+        def complete(self):
+            return True
+
+        def explained(self, inputs):
+            return SimpleNamespace(chi2=next(self.most), whole=False, left=torch.zeros(1, len(self.rows)))
+
+        def masked(self, inputs, others=None):
+            return SimpleNamespace(entering=lambda: torch.zeros(len(self.rows), 3))
+
+        def ends(self, told, stays):
+            return len(self.rows) == 6
+
+        def doubt(self, inputs, told):
+            pass
+
+        def beside(self, inputs, fit):
+            return None
+
+        def mended(self, masked, floors, left=None):
+            return None, None
+
+        def keep(self, masks):
+            pass
+
+    monkeypatch.setattr(decoded, "_Decoding", Rounds)
+    seen = SimpleNamespace(rounded=None, weights=None)
+    monkeypatch.setattr(decoded, "MaskedInputs", lambda *given: object())
+    found = decoded.decode_change(SimpleNamespace(width=40), seen, Search(1, 1, 1), torch.Generator())
+    assert found is not None
+    assert len(found.rows) == kept
+    assert found.told.chi2 == min(leaves)

@@ -315,6 +315,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
     inputs: MaskedInputs | None = None
     told: Explanation | None = None
     fit: LowRank | None = None
+    best: tuple[Explanation, MaskedInputs, list[Row], int] | None = None
     effort = 1
     for turn in range(_ROUNDS):
         if (new := state.fit(inputs, effort)) is None:
@@ -338,6 +339,8 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         if told is not None and state.ends(told, stays):
             break
         if told is not None and complete and not told.whole:
+            if best is None or told.chi2 < best[0].chi2:
+                best = told, inputs, list(state.rows), state.missing
             state.doubt(inputs, told)
         effort += stays
         if effort > (_MOST_EFFORT if state.rows else _MOST_IN_VAIN):
@@ -345,6 +348,9 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         if 0 < len(state.rows) < _FEW and (told is None or not told.whole):
             state.keep(state.mended(state.beside(inputs, fit), _MIDDLE)[0])
             told = None
+    if best is not None and (told is None or told.chi2 > best[0].chi2):
+        # all words were there, and what was read beside them made it worse
+        told, inputs, state.rows, state.missing = best
     if inputs is None or fit is None or not state.rows:
         return None
     if told is None:
