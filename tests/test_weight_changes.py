@@ -585,3 +585,4 @@ def test_a_round_that_makes_complete_rows_worse_is_taken_back(monkeypatch, leave
     assert found is not None
     assert len(found.rows) == kept
     assert found.told.chi2 == min(leaves)
+    assert found.rank == kept + (kept == 6)

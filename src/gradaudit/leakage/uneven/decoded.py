@@ -315,7 +315,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
     inputs: MaskedInputs | None = None
     told: Explanation | None = None
     fit: LowRank | None = None
-    best: tuple[Explanation, MaskedInputs, list[Row], int] | None = None
+    best: tuple[Explanation, MaskedInputs, list[Row]] | None = None
     effort = 1
     for turn in range(_ROUNDS):
         if (new := state.fit(inputs, effort)) is None:
@@ -340,7 +340,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
             break
         if told is not None and complete and not told.whole:
             if best is None or told.chi2 < best[0].chi2:
-                best = told, inputs, list(state.rows), state.missing
+                best = told, inputs, list(state.rows)
             state.doubt(inputs, told)
         effort += stays
         if effort > (_MOST_EFFORT if state.rows else _MOST_IN_VAIN):
@@ -349,8 +349,9 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
             state.keep(state.mended(state.beside(inputs, fit), _MIDDLE)[0])
             told = None
     if best is not None and (told is None or told.chi2 > best[0].chi2):
-        # all words were there, and what was read beside them made it worse
-        told, inputs, state.rows, state.missing = best
+        # these make whole sentences, so that none is missing, and what was read beside them made it worse
+        told, inputs, state.rows = best
+        state.missing = 0
     if inputs is None or fit is None or not state.rows:
         return None
     if told is None:
