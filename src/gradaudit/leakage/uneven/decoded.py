@@ -348,7 +348,7 @@ def decode_change(model: TextModel, seen: Entries, how: Search, rng: torch.Gener
         if 0 < len(state.rows) < _FEW and (told is None or not told.whole):
             state.keep(state.mended(state.beside(inputs, fit), _MIDDLE)[0])
             told = None
-    if best is not None and (told is None or told.chi2 > best[0].chi2):
+    if best is not None and (told is None or told.chi2 >= best[0].chi2):
         # these make whole sentences, so that none is missing, and what was read beside them made it worse
         told, inputs, state.rows = best
         state.missing = 0
