@@ -141,6 +141,7 @@ def test_one_who_is_told_of_noise_knows_its_size(name, values, scale):
     one, other = (noise.on_update(tensor, stream(seed, "x"))["a"] for seed in (0, 1))
     known = deviation_told([clip, describe(noise)], one)
     assert known == pytest.approx(float((one - other).std()) / 2**0.5, rel=0.02)
+    assert deviation_told([clip, describe(noise)], one, changed=True) == known
     assert deviation_told([describe(noise), clip], one) is None
     assert deviation_told([{"name": "top-k"}, describe(noise)], one) is None
 
@@ -151,6 +152,7 @@ def test_one_who_is_told_of_dp_sgd_knows_the_size_of_its_noise():
     sent = guard.on_examples(iter([{"a": torch.zeros(4, 200, 300)}]), zero, 4.0, stream(0, "x"))["a"]
     assert deviation_told([describe(guard)], sent, 4) == pytest.approx(float(sent.std()), rel=0.02)
     assert deviation_told([describe(guard)], sent) is None
+    assert deviation_told([describe(guard)], sent, 4, changed=True) is None, "it lies in the gradients of the steps"
     assert deviation_told((), sent) is None
 
 

@@ -12,6 +12,7 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge.words import score_words
+from gradaudit.leakage.rowspace.chance import could_hide
 from gradaudit.leakage.rowspace.noisy_words import heard
 from gradaudit.leakage.rowspace.sparse_words import _Pursuit, exact, sparse_words
 from gradaudit.leakage.uneven.entries import Entries, entries
@@ -178,6 +179,27 @@ def test_a_word_that_stands_for_another_gives_way_to_it(llama, monkeypatch):
     seen = Entries(sent, torch.full_like(sent, 5.0), PlainStep(), {"q": 24})
     assert heard(seen, rows, torch.zeros(600, 0, dtype=torch.double), [40], []).words == [20]
     assert heard(seen, rows, torch.zeros(600, 0, dtype=torch.double), [40], [20]).words == [40]
+
+
+@pytest.mark.parametrize("training", [LocalTraining(), LocalTraining("sgd", 0.1)], ids=["gradient", "delta"])
+def test_told_noise_is_the_error_of_what_was_sent(llama, training):
+    """Oracle: the same batch without noise. What it differs by is of the size that is reckoned with."""
+    batch = batch_of(llama, sentences([5, 4], 1))
+    noise = (build("defense", "gaussian", {"sigma": 0.05, "relative": True}),)
+    clean, noisy = (seen_of(Client(llama, training, defenses=told), batch) for told in ((), noise))
+    sent, plain = (torch.cat([seen.role(0, role)[0] for role in "qkv"]).double() for seen in (noisy, clean))
+    read = entries(noisy, 0)
+    assert read is not None
+    off = (sent - plain) / read.spread / (0.1 if training.optimizer == "sgd" else 1.0)
+    assert float(off.square().mean()) == pytest.approx(1.0, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("chi2", "told", "squares"), [(1.0, True, 0), (1.05, True, 50), (0.5, True, 500), (0.9, False, 900)]
+)
+def test_what_could_hide_is_all_that_told_noise_does_not_leave_by_itself(chi2, told, squares):
+    """Closed form. So little left that noise was told too large counts whole, as errors that are only reckoned do."""
+    assert could_hide(chi2, 1000, told) == pytest.approx(9 * (squares + 6 * 2000**0.5))
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -65,13 +65,16 @@ def law_of(told: Mapping[str, Any]) -> Law | None:
     return found
 
 
-def deviation_told(told: Sequence[Mapping[str, Any]] | None, sent: Tensor, examples: int | None = None) -> float | None:
+def deviation_told(
+    told: Sequence[Mapping[str, Any]] | None, sent: Tensor, examples: int | None = None, changed: bool = False
+) -> float | None:
     """Return the standard deviation of the noise in each entry of a tensor, as what was told of it has it.
 
     Args:
         told: the defenses, in order; what went before the noise may only scale.
         sent: what they made of the tensor.
         examples: of the batch; None where they are not known.
+        changed: a weight change was sent; noise on the gradients that made it has no size in it.
 
     Returns:
         None where no noise was told, or its size does not follow.
@@ -79,7 +82,7 @@ def deviation_told(told: Sequence[Mapping[str, Any]] | None, sent: Tensor, examp
     if not told or all_traits(told[:-1]) - {"scaled"} or _defense(told[-1]) is None:
         return None
     last = build("defense", str(told[-1]["name"]), {k: v for k, v in told[-1].items() if k != "name"})
-    size: float | None = last.deviation(sent, examples)
+    size: float | None = None if changed and last.acts_on != "update" else last.deviation(sent, examples)
     return size
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, log_sets
+from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, likest, log_sets
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.progress import step
 
@@ -92,13 +92,6 @@ class _Noisy:
             self.barred |= idle
             self.take([word for word in self.words if word not in idle])
 
-    def apart(self) -> Tensor:
-        """Return [n], how much of each held word's own part no other word has."""
-        beside = self.like.square()
-        share = beside / (beside + self.outside.clamp_min(0)[:, None]).clamp_min(1e-300)
-        share[[*self.words, *self.barred]] = 0
-        return 1 - share.amax(0) if self.words else self.strengths
-
 
 @torch.no_grad()
 def heard(sent: Entries, rows: Tensor, out: Tensor, start: Sequence[int], never: Sequence[int]) -> Heard:
@@ -123,9 +116,8 @@ def heard(sent: Entries, rows: Tensor, out: Tensor, start: Sequence[int], never:
             break
         noisy.drop(chance)
     left = noisy.free - len(noisy.words)
-    noisy.barred = {*never}
-    enough = noisy.strengths > could_hide(noisy.chi2, len(sent.sent) * left)
-    enough &= noisy.strengths * noisy.apart() > chance
+    enough = noisy.strengths > could_hide(noisy.chi2, len(sent.sent) * left, told=True)
+    enough &= noisy.strengths * (1 - likest(noisy.rows, noisy.rows[noisy.words], noisy.words, never)) > chance
     # a direction so many times its errors' length lies in other words' span by chance: one factor a free dimension
     sizes = (torch.linalg.svdvals(noisy.sent) / noisy.free**0.5).log().clamp_min(0)
     alone = log_sets(len(rows), len(noisy.words)) - left * float(sizes.sum()) < RARE

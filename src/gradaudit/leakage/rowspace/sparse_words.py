@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, log_sets
+from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, likest, log_sets
 from gradaudit.leakage.rowspace.noisy_words import heard
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.uneven.entries import Entries, entries
@@ -240,14 +240,16 @@ class _Pursuit:
             limit = _NOTHING
         return SparseWords(self._named(found.words, certain), explained, len(self.directions), limit)
 
-    def _certain(self, used: Sequence[int]) -> list[bool]:
+    def _certain(self, used: list[int]) -> list[bool]:
         """Say of each word whether no other would do in its place, nor others that were missed."""
         lines, chance = len(self.sent), beyond_chance(len(self.sent))
         if self._by_chance(len(used)) > RARE or float(self._gains(used).max()) > chance:
             return [False] * len(used)
         _, own, chi2 = self._held(used)
         hidden = could_hide(chi2, int(self.fitting.there.sum()) - lines * len(self._with(used)))
-        enough = (own * lines > hidden) & (own * lines * (1 - self._likest(used)) > chance)
+        enough = (own * lines > hidden) & (
+            own * lines * (1 - likest(self.rows, self.rows[used], used, self.never)) > chance
+        )
         return [bool(one) for one in enough.tolist()]
 
     def _named(self, tokens: Sequence[int], certain: Sequence[bool]) -> tuple[NamedWord, ...]:
@@ -313,20 +315,3 @@ class _Pursuit:
         gain: Tensor = ((rest @ self.whole.T).square() / size.clamp_min(1e-300)).sum(0)
         gain[[*words, *self.never]] = 0
         return gain
-
-    def _likest(self, words: Sequence[int]) -> Tensor:
-        """Return [n], how much of each word's own part, which no other of them has, another word would have."""
-        rows = self.rows[list(words)]
-        q, t = torch.linalg.qr(rows.T)
-        inverse = torch.linalg.solve_triangular(t, torch.eye(len(words), dtype=t.dtype, device=t.device), upper=True)
-        # a word's part that no other word has
-        lone = inverse @ q.T
-        lone = lone / lone.norm(dim=1, keepdim=True)
-        along = self.rows @ lone.T
-        outside = self.rows - (self.rows @ q) @ q.T
-        beside = along.square()
-        like = beside / (beside + outside.square().sum(1, keepdim=True)).clamp_min(1e-300)
-        like[list(words)] = 0
-        like[self.never] = 0
-        most: Tensor = like.max(0).values
-        return most

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, log_sets
+from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, likest, log_sets
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.rowspace.sparse_words import IDLE, SparseWords, dictionary
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
@@ -291,7 +291,7 @@ class _Search:
             return None
         chance = beyond_chance(int(still.sum()))
         strengths = need[still].sum(0)
-        alone_costs = strengths * (1 - self._likest(only))
+        alone_costs = strengths * (1 - likest(self.rows, only.rows, only.words, self.never))
         free = self.rows.shape[1] - fit.times.shape[0] * len(only.rows)
         error = float((fit.error[still] / fit.sent[still].square().mean(1, keepdim=True).sqrt()).log().mean())
         lone = log_sets(len(self.rows), len(kept)) + int(still.sum()) * free * error < RARE
@@ -358,15 +358,3 @@ class _Search:
         off = (fit.sent - found.fit).square() / some.error(gradients, found.slopes).square()
         chi2: Tensor = off.sum(1) / (rows.shape[1] - len(fit.times) * len(rows))
         return chi2
-
-    def _likest(self, taken: _Taken) -> Tensor:
-        """Return [words] the share of each one's own part that some other word of the vocabulary has."""
-        first = len(self.beside)
-        basis, turn = torch.linalg.qr(taken.rows.T)
-        lone = normalize(torch.linalg.inv(turn) @ basis.T, dim=1)[first:]
-        along = (self.rows @ lone.T).square()
-        outside = (self.rows - (self.rows @ basis) @ basis.T).square().sum(1, keepdim=True)
-        like = along / (along + outside).clamp_min(torch.finfo(along.dtype).tiny)
-        like[[*taken.words, *self.never]] = 0
-        likest: Tensor = like.amax(0)
-        return likest

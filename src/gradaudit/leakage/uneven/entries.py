@@ -144,7 +144,9 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
         for view, sent in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
             if view.name in groups:
                 continue  # one adapter beside a fused matrix is that of q, k and v
-            noise = deviation_told(seen.knowledge.defenses, sent, seen.knowledge.batch_size)
+            own = weights[view.parameter].numel() == sent.numel()  # of a part, noise relative to the whole is not known
+            changed = seen.kind == "delta"
+            noise = deviation_told(seen.knowledge.defenses, sent, seen.knowledge.batch_size, changed) if own else None
             if noise is None and seen.model.spec.lora:
                 noise = 0.0  # all of few directions are the batch's: no small singular values tell noise
             one = read(sent.detach(), view(weights[view.parameter]).detach(), noise)

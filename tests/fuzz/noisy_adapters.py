@@ -1,0 +1,103 @@
+"""Words and sentences of adapters amid noise, by the thousand, with the truth at hand: what is certain must be right.
+
+    cd tests && PYTHONPATH=. python -m fuzz.noisy_adapters --write ../benchmarks/results/adapters/noise-proofs.md
+
+A tiny Llama with random weights, adapters of rank 2, 4 and 8, one to four sentences of two to six words; the attacker
+is told of the noise. It is told too large where a server saw the sum of clients that added it each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import tiny_models
+from gradaudit.attacks.decode import Decode
+from gradaudit.client.client import Client
+from gradaudit.models.transformers import TransformersModel
+from gradaudit.registry import build
+from gradaudit.streams import stream
+from gradaudit.types import LocalTraining
+from test_sparse_words import adapted, held
+
+NOISES = (1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
+"""In multiples of a tensor's root mean square; of the other kinds in numbers of about that size."""
+KINDS = {
+    "gaussian": ("gaussian", "sigma", 1.0, {"relative": True}),
+    "gaussian, summed clients": ("gaussian", "sigma", 1.0, {"relative": True}),
+    "gaussian, one step of SGD": ("gaussian", "sigma", 1.0, {"relative": True}),
+    "normalized-gaussian": ("normalized-gaussian", "sigma", 1 / 8, {}),
+    "laplace": ("laplace", "scale", 1e-3, {}),
+    "dp-sgd": ("dp-sgd", "noise_multiplier", 1e-2, {}),
+}
+COLUMNS = ("batches", "words named", "wrong", "certain", "certain, wrong", "proven", "proven, wrong")
+
+
+def trial(kind: str, models: list[TransformersModel], rng: random.Random) -> Counter[str]:
+    """Return the counts of one batch."""
+    defense, field, unit, more = KINDS[kind]
+    model, size = rng.choice(models), rng.randint(1, 4)
+    guard = build("defense", defense, {field: unit * rng.choice(NOISES), **more})
+    how = LocalTraining("sgd", 0.1) if "SGD" in kind else LocalTraining()
+    clients = size if "clients" in kind else 1
+    lengths = [rng.randint(2, 6) for _ in range(size)]
+    batch = tiny_models.batch_of(model, tiny_models.sentences(lengths, rng.randrange(10**6)))
+    client = Client(model, how, defenses=(guard,), clients=clients)
+    found = Decode()(tiny_models.seen_of(client, batch, seed=rng.randrange(10**6)), stream(0, "attack"))
+    true, texts = held(model, batch), {tuple(ids) for ids in batch.sequences()}
+    words = found.words or ()
+    proven = [s for s, told in zip(found.sequences, found.certificates or (), strict=True) if told == "proven"]
+    counts = (
+        1, len(words), sum(w.token not in true for w in words), sum(w.certain for w in words),
+        sum(w.certain and w.token not in true for w in words), len(proven), sum(tuple(s) not in texts for s in proven),
+    )  # fmt: skip
+    return Counter(dict(zip(COLUMNS, counts, strict=True)))
+
+
+def main() -> None:
+    """Run the trials and write their table."""
+    told = argparse.ArgumentParser(description=__doc__)
+    told.add_argument("--trials", type=int, default=2000, help="batches")
+    told.add_argument("--seed", type=int, default=0)
+    told.add_argument("--write", type=Path)
+    given = told.parse_args()
+    torch.set_num_threads(1)
+    began, rng = time.perf_counter(), random.Random(given.seed)
+    with tempfile.TemporaryDirectory() as where:
+        folder = tiny_models.make_folder("llama", Path(where) / "llama")
+        models = [adapted(f"random:{folder}", rank) for rank in (2, 4, 8)]
+        said = {kind: Counter[str]() for kind in KINDS}
+        for at in range(given.trials):
+            kind = list(KINDS)[at % len(KINDS)]
+            said[kind] += trial(kind, models, rng)
+    said["all"] = sum(said.values(), Counter[str]())
+    rows = [f"| {kind} | {' | '.join(str(count[name]) for name in COLUMNS)} |" for kind, count in said.items()]
+    text = "\n".join([
+        "# Adapters amid noise: what is certain or proven, and wrong",
+        "",
+        f"`python -m fuzz.noisy_adapters {shlex.join(sys.argv[1:])}`, {platform.machine()}, one thread, torch "
+        f"{torch.__version__.partition('+')[0]}, {time.perf_counter() - began:.0f} s, shared; a tiny Llama with random "
+        "weights (width 32, three blocks), rank 2, 4 and 8, 1 to 4 sentences, the noise told (of summed clients each "
+        "one's), 1e-4 to 1 times a tensor's root mean square.",
+        "",
+        f"| noise | {' | '.join(COLUMNS)} |",
+        "|" + "---|" * (len(COLUMNS) + 1),
+        *rows,
+        "",
+    ])  # fmt: skip
+    print(text)
+    if given.write is not None:
+        given.write.write_text(text, encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
