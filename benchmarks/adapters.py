@@ -1,16 +1,16 @@
 """What words and sentences the updates of LoRA adapters give away, far beyond their directions.
 
     OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps \\
-        several noise
+        several noise noisy
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0,
 for sentences and steps everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step
 of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences
 (one gradient), steps (sentences from one step), several (words from several steps of AdamW together), noise (words of
-one gradient under noise of so many times each tensor's root mean square, and DP-SGD). The attacker has the weights with
-the adapters as they are, the batch size, the dropout rate, and of a change how it was made; not labels or lengths.
-Draws were seen by nobody before the method stood. Records hold no text. Failures count 0; "certain" is over all
-batches.
+one gradient under noise of so many times each tensor's root mean square, and DP-SGD), noisy (sentences under such
+noise). The attacker has the weights with the adapters as they are, the batch size, the dropout rate, and of a change
+how it was made; not labels or lengths. Draws were seen by nobody before the method stood. Records hold no text.
+Failures count 0; "certain" is over all batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grid import Cell, Done, Program, main, mean_of
 from gradaudit.metrics.summary import summarize
 
 DRAW, LATER, NOISY = 5051, 7079, 8087
-DRAWS = {"several": LATER, "noise": NOISY}
+DRAWS = {"several": LATER, "noise": NOISY, "noisy": NOISY}
 """Draws that nobody saw before the method stood."""
 
 
@@ -90,6 +90,11 @@ GROUPS = {
         )
         for b, n in ((1, 10), (8, 5))
     ],
+    "noisy": lambda: [
+        one(b, n, tensors="all", draw=NOISY, defense={"name": "gaussian", "sigma": sigma, "relative": True})
+        for sigma in (1e-3, 1e-2, 0.1, 0.3)
+        for b, n in ((1, 10), (2, 5))
+    ],
     "several": lambda: [
         one(b, n, learning_rate=2e-4, draw=LATER, **ADAMW, **how)
         for b, n, how in (
@@ -137,7 +142,7 @@ PROGRAM = Program(
     table=table,
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text, but for fresh ones; "
-        f"{'all adapters' if group in ('sentences', 'steps') else 'q, k, v of block 0'} seen, batch size and training "
+        f"{'all adapters' if group in ('sentences', 'steps', 'noisy') else 'q, k, v of block 0'} seen, batch size and training "
         f"known, labels and lengths not; draw {DRAWS.get(group, DRAW)}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
