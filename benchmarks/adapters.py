@@ -142,8 +142,8 @@ PROGRAM = Program(
     table=table,
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text, but for fresh ones; "
-        f"{'all adapters' if group in ('sentences', 'steps', 'noisy') else 'q, k, v of block 0'} seen, batch size and training "
-        f"known, labels and lengths not; draw {DRAWS.get(group, DRAW)}, not used in development."
+        f"{'all adapters' if group in ('sentences', 'steps', 'noisy') else 'q, k, v of block 0'} seen, batch size and "
+        f"training known, labels and lengths not; draw {DRAWS.get(group, DRAW)}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )
