@@ -4,12 +4,12 @@
         strongest decoders untold undropped
 
 Dropout 0.1 is on in every cell of a model that has it, but for the last group; labels and lengths are unknown. Draw
-2026 was not used in development. Groups: adamw (one step with frozen word and position embeddings, and one as the
-transformers Trainer takes it), sgd (one step, and minibatches), words and sentences (several steps of AdamW, embeddings
-trained), peers (TAG and LAMP on the latter, every step replayed), precision (autocast, bfloat16), defenses (noise,
-pruning), strongest (the strongest of these on a wider model, and read by Grab, which is told labels and lengths),
-decoders, untold, undropped. Records go to out/benchmarks (a run that was stopped goes on there) and hold no text.
-Failures count 0.
+2026 (9091 for precision) was not used in development. Groups: adamw (one step with frozen word and position
+embeddings, and one as the transformers Trainer takes it), sgd (one step, and minibatches), words and sentences
+(several steps of AdamW, embeddings trained), peers (TAG and LAMP on the latter, every step replayed), precision
+(autocast, bfloat16), defenses (noise, pruning), strongest (the strongest of these on a wider model, and read by Grab,
+which is told labels and lengths), decoders, untold, undropped. Records go to out/benchmarks (a run that was stopped
+goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from matching import GRAB
 from gradaudit.metrics.summary import summarize
 
 DRAW = 2026
+OTHER_DRAWS = {"precision": 9091}
+"""Two batches of draw 2026 were looked at to mend what autocast hides."""
 TRAINER = {"dropout": True, "optimizer": "adamw", "learning_rate": 5e-5, "clip_norm": 1.0, "schedule": "linear"}
 """What the transformers Trainer does when nothing is said, in one step."""
 
@@ -224,14 +226,16 @@ def name(group: str, cell: Cell) -> str:
 PROGRAM = Program(
     about=__doc__,
     groups={
-        group: lambda given, group=group, make=make: [replace(c, name=name(group, c)) for c in make()]
+        group: lambda given, group=group, make=make: [
+            replace(c, name=name(group, c), seed=OTHER_DRAWS.get(group, c.seed)) for c in make()
+        ]
         for group, make in GROUPS.items()
     },
     columns={group: OF_WORDS if group == "words" else COLUMNS for group in GROUPS},
     table=table,
     words=lambda group, given: (
         f"Dropout {'off' if group == 'undropped' else '0.1 on where the model has it'}, labels and lengths unknown, "
-        f"draw {DRAW}, not used in development."
+        f"draw {OTHER_DRAWS.get(group, DRAW)}, not used in development."
     ),
     results=Path("benchmarks/results/real-updates"),
 )

@@ -181,6 +181,37 @@ def test_a_word_that_stands_for_another_gives_way_to_it(llama, monkeypatch):
     assert heard(seen, rows, torch.zeros(600, 0, dtype=torch.double), [40], [20]).words == [40]
 
 
+def test_a_word_that_explains_no_more_than_chance_is_put_back(llama, monkeypatch):
+    """Word 20 was sent; the word to begin with was not, and neither was any that could be put in its place."""
+    rows = wide(monkeypatch, llama)
+    rng = torch.Generator().manual_seed(6)
+    sent = torch.randn(24, 1, generator=rng, dtype=torch.double) @ rows[20:21]
+    sent += 0.1 * torch.randn(24, 600, generator=rng, dtype=torch.double)
+    seen = Entries(sent, torch.full_like(sent, 0.1), PlainStep(), {"q": 24})
+    assert heard(seen, rows, torch.zeros(600, 0, dtype=torch.double), [50, 20], []).words == [20]
+
+
+@pytest.mark.parametrize("noise", [(), (build("defense", "gaussian", {"sigma": 0.01, "relative": True}),)])
+def test_few_directions_tell_no_noise(folders, noise):
+    """All of them are the batch's: the smallest say nothing of noise, and untold noise is not reckoned with."""
+    model = adapted(f"random:{folders['llama']}", 16)
+    seen = seen_of(Client(model, defenses=noise), batch_of(model, sentences([3, 2], 1)), given=Given(defenses=False))
+    assert entries(seen, 0) is None
+
+
+def test_noise_told_of_a_whole_matrix_is_not_taken_for_that_of_its_parts(folders):
+    """GPT-2 sends q, k and v as one: noise relative to its size is many times that of k's."""
+    model = load_model(ModelSpec(f"random:{folders['gpt2']}"))
+    batch = batch_of(model, sentences([3], 1))
+    noise = (build("defense", "gaussian", {"sigma": 0.05, "relative": True}),)
+    noisy, clean = (seen_of(Client(model, defenses=told), batch) for told in (noise, ()))
+    read = entries(noisy, 0)
+    assert read is not None
+    off = torch.cat([noisy.role(0, role)[0] - clean.role(0, role)[0] for role in "qkv"]).double() / read.spread
+    for part in read.parts(off).values():
+        assert float(part.square().mean()) == pytest.approx(1.0, rel=0.4)
+
+
 @pytest.mark.parametrize("training", [LocalTraining(), LocalTraining("sgd", 0.1)], ids=["gradient", "delta"])
 def test_told_noise_is_the_error_of_what_was_sent(llama, training):
     """Oracle: the same batch without noise. What it differs by is of the size that is reckoned with."""

@@ -541,7 +541,8 @@ def test_what_a_wrong_mask_leaves_goes_with_its_row(wrong):
 
 @pytest.mark.parametrize(("leaves", "kept"), [((50.0, 400.0, 900.0), 4), ((50.0, 400.0, 2.0), 6)])
 def test_a_round_that_makes_complete_rows_worse_is_taken_back(monkeypatch, leaves, kept):
-    """Rows 4, 5 and 6 in three rounds; the answer is of the round that left least."""
+    """Rows 4, 5 and 6 in three rounds; the answer is of the round that left least, and rounds that go on doubt."""
+    asked: list[int] = []
 
     class Rounds(_Decoding):
         def __init__(self, *given: object) -> None:
@@ -567,7 +568,7 @@ def test_a_round_that_makes_complete_rows_worse_is_taken_back(monkeypatch, leave
             return len(self.rows) == 6
 
         def doubt(self, inputs, told):
-            pass
+            asked.append(len(self.rows))
 
         def beside(self, inputs, fit):
             return None
@@ -586,3 +587,21 @@ def test_a_round_that_makes_complete_rows_worse_is_taken_back(monkeypatch, leave
     assert len(found.rows) == kept
     assert found.told.chi2 == min(leaves)
     assert found.rank == kept + (kept == 6)
+    assert asked == [4, 5]
+
+
+def test_a_row_whose_mask_was_read_wrongly_is_put_back_once():
+    rng = torch.Generator().manual_seed(0)
+    rows, left = (torch.randn(shape, generator=rng, dtype=torch.double) for shape in ((5, 40), (60, 5)))
+    state = _Decoding.__new__(_Decoding)
+    state.fitting = Weighted(Entries(left @ rows, torch.full((60, 40), 1e-4).double(), PlainStep(), {"q": 60}))
+    state.doubted, kept = set(), torch.ones(5, 40, dtype=torch.bool)
+    kept[3, 7] = False
+    read = [Row(token, 0, mask, row) for token, (mask, row) in enumerate(zip(kept, rows, strict=True))]
+    seen = torch.stack([row.clean * row.kept for row in read]) / state.fitting.columns
+    state.masked = lambda inputs: SimpleNamespace(rows=lambda: seen)
+    told = SimpleNamespace(left=state.fitting.signals(seen, 0.0) * state.fitting.lines)
+    for remain in ([0, 1, 2, 4], [0, 1, 2, 3, 4]):
+        state.rows = list(read)
+        state.doubt(None, told)
+        assert [row.token for row in state.rows] == remain

@@ -10,6 +10,10 @@ _SURE, _SPREAD = 36.0, 6.0
 """For words to be certain, any other one in a word's place must cost more of chi^2, and no word left out may explain
 more of what is left, than chance does: one square a line, so many standard deviations of their sum, and for the best
 of 49,152 words 2 log V = 22 with some room."""
+ALIKE = 0.05
+"""A word of which less than this share is left resembles those already taken too much to be judged by it."""
+FULL = 0.9
+"""Words taken at most, as a share of the dimensions: with as many words as dimensions anything is explained."""
 RARE = math.log(1e-6)
 """Sets of words expected to explain the directions by chance for a word to be certain, as a logarithm."""
 _MIMIC = 9.0

@@ -12,14 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, likest, log_sets
+from gradaudit.leakage.rowspace.chance import ALIKE, FULL, RARE, beyond_chance, could_hide, likest, log_sets
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.progress import step
-
-_FLOOR = 0.05
-"""A word of which less than this share is left resembles those already taken too much to be judged by it."""
-_MOST = 0.9
-"""Words taken at most, as a share of the dimensions."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class _Noisy:
 
     def loudest(self) -> tuple[int, float]:
         """Return the word that would explain most squares beside those held, and how many."""
-        gains = self.along.square().sum(0) / self.outside.maximum(_FLOOR * self.size).clamp_min(1e-300)
+        gains = self.along.square().sum(0) / self.outside.maximum(ALIKE * self.size).clamp_min(1e-300)
         gains[[*self.words, *self.barred]] = 0
         return int(gains.argmax()), float(gains.max())
 
@@ -74,7 +69,7 @@ class _Noisy:
         if not self.words:
             return False
         both = self.along.square().sum(0)[:, None] + 2 * self.like * (self.along.T @ self.own)
-        there = (self.outside[:, None] + self.like.square()).maximum(_FLOOR * self.size[:, None])
+        there = (self.outside[:, None] + self.like.square()).maximum(ALIKE * self.size[:, None])
         more = (both + self.like.square() * self.strengths) / there.clamp_min(1e-300)
         more[[*self.words, *self.barred]] = 0
         best = (more - self.strengths).max(0)
@@ -107,7 +102,7 @@ def heard(sent: Entries, rows: Tensor, out: Tensor, start: Sequence[int], never:
     noisy = _Noisy(sent.sent / sent.spread, rows, out, never)
     chance = beyond_chance(len(sent.sent))
     noisy.take(start)
-    while len(noisy.words) < int(_MOST * noisy.free):
+    while len(noisy.words) < int(FULL * noisy.free):
         step("words of adapters", len(noisy.words))
         word, gain = noisy.loudest()
         if gain > chance:

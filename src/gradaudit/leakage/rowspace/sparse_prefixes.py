@@ -85,7 +85,7 @@ def sparse_sentences(seen: Observation, words: Sequence[int], rng: torch.Generat
     device = next(iter(seen.tensors.values())).device
     ids = torch.tensor(sorted({*words, *model.special.prefix, *model.special.suffix}), device=device)
     common = min(_COMMON, int(_SHARE * model.width / max(len(ids), 1)) - 1)
-    if common < 0:
+    if common < 0 or not words:
         return {}
     found: dict[Prefix, bool] = {}
     tried = set[tuple[int, int]]()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, likest, log_sets
+from gradaudit.leakage.rowspace.chance import ALIKE, FULL, RARE, beyond_chance, could_hide, likest, log_sets
 from gradaudit.leakage.rowspace.noisy_words import heard
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.uneven.entries import Entries, entries
@@ -39,10 +39,6 @@ from gradaudit.types import NamedWord, Observation
 
 _CLEAR = 10.0
 """A direction is known where it is so many times the largest that errors alone would make."""
-_FLOOR = 0.05
-"""A word of which less than this share is left resembles those already taken too much to be judged by it."""
-_MOST = 0.9
-"""Words taken at most, as a share of the dimensions: with as many words as dimensions anything is explained."""
 _LEFT = 2.0
 """Squared residuals, in the middle squared error, at which no more words are taken."""
 UNKNOWN, BOUND = 0.3, 3.0
@@ -200,15 +196,15 @@ class _Pursuit:
             heard = self._gains(used).topk(_HEARD).indices.tolist() if used and not self.masked else []
             more = self._more([*used, *heard], max(_FIRST, len(used) // _MORE))
             order += [one for one in more if one[0] not in {word for word, _ in order}]
-            if self.masked and sum(chance for _, chance in order) > level * _MOST * self.free:
+            if self.masked and sum(chance for _, chance in order) > level * FULL * self.free:
                 break  # no number of words behind these could make up for them
-            taken = [*used, *(word for word, _ in more), *heard][: int(_MOST * self.free)]
+            taken = [*used, *(word for word, _ in more), *heard][: int(FULL * self.free)]
             left, own, chi2 = self._held(taken)
             self._believe(left @ self._with(taken))
             before, used = used, [word for word, one in zip(taken, own.tolist(), strict=True) if one > IDLE]
             if len(used) < len(taken):
                 _, _, chi2 = self._held(used) if used else (left, own, math.inf)
-            if len(used) <= len(before) or len(taken) >= _MOST * self.free:
+            if len(used) <= len(before) or len(taken) >= FULL * self.free:
                 break
         count = len(self.directions)
         told = f"{count} directions, {self.free} dimensions"
@@ -274,14 +270,14 @@ class _Pursuit:
         found: list[tuple[int, float]] = []
         barred = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
         barred[[*self.never, *known]] = True
-        while len(found) < most and len(units) < _MOST * self.free:
+        while len(found) < most and len(units) < FULL * self.free:
             if float(sent.square().sum()) < self.least * len(sent) * (self.free - len(units)):
                 break
             step("words of adapters", len(units))
             turn, values, _ = torch.linalg.svd(left, full_matrices=False)
             whole = values > 1e-6
             score = (along @ (turn[:, whole] / values[whole])).square().sum(1)
-            score = score / length.maximum(_FLOOR * size).clamp_min(1e-300)
+            score = score / length.maximum(ALIKE * size).clamp_min(1e-300)
             best = int(torch.where(barred, -1.0, score).argmax())
             found.append((best, expected_by_chance(score[~barred])))
             barred[best] = True
@@ -311,7 +307,7 @@ class _Pursuit:
         q = torch.linalg.qr(self.rows[list(words)].T).Q
         outside = (self.rows - (self.rows @ q) @ q.T).square().sum(1) / self.whole.square().sum(1).clamp_min(1e-300)
         # the part of a word that those held do not have, as a share: the same in every line, but for their weights
-        size = (weights @ self.whole.square().T) * outside.clamp_min(_FLOOR)
+        size = (weights @ self.whole.square().T) * outside.clamp_min(ALIKE)
         gain: Tensor = ((rest @ self.whole.T).square() / size.clamp_min(1e-300)).sum(0)
         gain[[*words, *self.never]] = 0
         return gain
