@@ -506,11 +506,11 @@ def test_a_change_of_another_optimizer_than_told_proves_nothing(minilm):
     assert "proven" not in (found.certificates or ())
 
 
-@pytest.mark.parametrize(("rows", "heard"), [(23, True), (60, False)])
-def test_few_rows_are_listened_for_whatever_stands_out_of_them(rows: int, heard: bool):
-    """Without its loudest row a batch of 24 leaves 55 directions: wrong bits of the others."""
+@pytest.mark.parametrize(("rows", "missing", "heard"), [(23, 55, True), (60, 55, False), (3, 384, False)])
+def test_few_rows_are_listened_for_whatever_stands_out_of_them(rows: int, missing: int, heard: bool):
+    """Without its loudest row a batch of 24 leaves 55 directions: wrong bits of the others. Not where all stand out."""
     state = _Decoding.__new__(_Decoding)
-    state.rows, state.missing = [object()] * rows, 55
+    state.rows, state.missing, state.model = [object()] * rows, missing, SimpleNamespace(width=384)
     state.owed = lambda: ["the first token"]
     state.tried = lambda inputs, more: bool(setattr(state, "missing", 0)) or True
     state.listen(None)
@@ -522,6 +522,21 @@ def test_entries_tell_how_unsure_they_are_without_those_that_were_left_out():
     spread = torch.tensor([[1.0, 1.0, 1.0, 100.0]], dtype=torch.double)
     assert Entries(sent, spread, PlainStep(), {"q": 1}).unsure() == 0.25
     assert Entries(torch.zeros_like(sent), spread, PlainStep(), {"q": 1}).unsure() == math.inf
+
+
+@pytest.mark.parametrize(("known", "kept"), [([], 2), ([0], 1)])
+def test_first_rows_stay_though_all_directions_stand_out_still(monkeypatch, known, kept):
+    """The loudest row may not be among them; rows that are found beside others must explain something."""
+    state = _Decoding.__new__(_Decoding)
+    state.rows, state.missing, state.rng = list(known), 384, None
+    state.how, state.model = SimpleNamespace(rate=0.1), SimpleNamespace(width=384)
+    state.choose = state.drop = state.count = lambda *given: None
+    state.beside = lambda *given: SimpleNamespace(rows=lambda: None)
+    monkeypatch.setattr(decoded, "find_rows", lambda *given: [*known, *range(10, 10 + 2 - len(known))])
+    monkeypatch.setattr(decoded, "look_harder", lambda inputs, how, rows, *given: rows)
+    fit = SimpleNamespace(signals=lambda rows: torch.zeros(1, 2))
+    state.look(SimpleNamespace(span=SimpleNamespace(rank=9)), fit, 1)
+    assert len(state.rows) == kept
 
 
 @pytest.mark.parametrize("wrong", [0, 3])

@@ -53,6 +53,7 @@ _EFFORT, _MOST_EFFORT, _MOST_IN_VAIN = 3, 3, 2
 """Tries at copies of what was found, in times the first ones, and how often anew where a round finds nothing; and where
 none has found anything."""
 _MIDDLE = (0.03, 0.01, 1e-3)
+"""Floors at which masks are mended before the next fit."""
 _WRONG, _WORST = 6.0, 0.3
 """A row whose pull is so many times the median one is wrong, with those that pull at least so much as the worst."""
 _LOUD = 0.3
@@ -113,8 +114,9 @@ class _Decoding:
                 self.choose(inputs, len(before))
                 self.drop(inputs, fit)
                 self.count(inputs, fit.signals(self.beside(inputs, fit).rows())[:, : len(self.rows)])
-                if self.missing >= missing:
-                    self.rows, self.missing = before, missing  # what explains nothing was read wrongly
+                if before and self.missing >= missing:
+                    # read wrongly: they explain nothing, as the first rows may where the loudest is not among them
+                    self.rows, self.missing = before, missing
             elif turn:
                 break
             if self.missing == 0 or len(self.rows) >= inputs.span.rank or self.whole:
@@ -161,7 +163,7 @@ class _Decoding:
 
     def listen(self, inputs: MaskedInputs) -> None:
         """Add rows that must be there, or that what is left speaks for, as long as that makes fewer missing."""
-        while self.missing > 0 and (self.missing <= _STRAY or len(self.rows) < _FEW):
+        while 0 < self.missing < self.model.width and (self.missing <= _STRAY or len(self.rows) < _FEW):
             if not self.tried(inputs, self.owed()) and not self.tried(inputs, self.loud(inputs)):
                 return
 
