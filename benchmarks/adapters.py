@@ -1,16 +1,17 @@
 """What words and sentences the updates of LoRA adapters give away, far beyond their directions.
 
     OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps \\
-        several noise noisy
+        several noise noisy modules shapes precision
 
-Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block 0,
-for sentences and steps everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one step
-of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on), sentences
-(one gradient), steps (sentences from one step), several (words from several steps of AdamW together), noise (words of
-one gradient under noise of so many times each tensor's root mean square, and DP-SGD), noisy (sentences under such
-noise). The attacker has the weights with the adapters as they are, the batch size, the dropout rate, and of a change
-how it was made; not labels or lengths. Draws were seen by nobody before the method stood. Records hold no text.
-Failures count 0; "certain" is over all batches.
+Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block
+0, for sentences and steps everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one
+step of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropout off), dropout (the same, on),
+sentences (one gradient), steps (sentences from one step), several (words from several steps of AdamW together), noise
+(words of one gradient under noise of so many times each tensor's root mean square, and DP-SGD), noisy (sentences
+under such noise), modules (adapters on q and v, on all linear layers), shapes (of BERT's base size and GPT-2, random
+weights), precision (autocast). The attacker has the weights with the adapters as they are, the batch size, the
+dropout rate, and of a change how it was made; not labels or lengths. Draws were seen by nobody before the method
+stood. Records hold no text. Failures count 0; "certain" is over all batches.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from grid import Cell, Done, Program, main, mean_of
 
 from gradaudit.metrics.summary import summarize
 
-DRAW, LATER, NOISY = 5051, 7079, 8087
-DRAWS = {"several": LATER, "noise": NOISY, "noisy": NOISY}
+DRAW, LATER, NOISY, PRECISE = 5051, 7079, 8087, 9091
+DRAWS = {"several": LATER, "noise": NOISY, "noisy": NOISY, "precision": PRECISE}
 """Draws that nobody saw before the method stood."""
 
 
@@ -38,22 +39,27 @@ def one(
     warmup: int = 10,
     draw: int = DRAW,
     defense: Mapping[str, Any] | None = None,
+    modules: str = "attention",
     **client: Any,
 ) -> Cell:
     """Return a cell of CoLA."""
     how = {"dropout": False} | client
     told = f"{client.get('optimizer', 'gradient')} {client.get('learning_rate', '')}".strip()
     told += ", dropout on" * how["dropout"] + ", fresh adapters" * (not warmup)
+    told += f", {modules.replace(',', ' ')}" * (modules != "attention")
+    told += f", {how['precision']}" * ("precision" in how)
     if "epochs" in how:
         some = how.get("minibatch")
         told += f", {how['epochs'] * -(-size // (some or size))} steps" + f" of {some}" * bool(some)
     if defense:
-        told += ", " + " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in defense.values())
+        told += ", " + " ".join(
+            "rms" if v is True else f"{v:g}" if isinstance(v, float) else str(v) for v in defense.values()
+        )
     return Cell(
         "cola", size, batches, how, model, tensors=tensors, seed=draw, title=told,
         defense=(defense,) if defense else (),
         name=f"adapters-{told.replace(', ', '-')}-{model}-r{rank}-b{size}{'-all' * (tensors == 'all')}",
-        more={"lora": {"rank": rank, "warmup": warmup}},
+        more={"lora": {"rank": rank, "warmup": warmup, "modules": modules}},
         facts={"rank": rank},
     )  # fmt: skip
 
@@ -69,6 +75,24 @@ GROUPS = {
         one(b, n, model="minilm", **how)
         for how in ({}, {"learning_rate": 2e-4, **ADAMW})
         for b, n in ((1, 10), (4, 10), (8, 10), (16, 5))
+    ],
+    "modules": lambda: [
+        *(one(b, n, r, tensors="0:q,v", modules="q,v") for r in (4, 8) for b, n in ((1, 5), (4, 5), (16, 2))),
+        *(one(b, n, modules="all-linear") for b, n in ((1, 5), (4, 5), (16, 2))),
+    ],
+    "shapes": lambda: [
+        *(
+            one(b, n, model="random:bert-base", tensors="0:q,v", modules="q,v", dropout=on)
+            for on in (False, True)
+            for b, n in ((1, 5), (4, 3), (8, 2))
+        ),
+        *(one(b, n, model="random:gpt2", dropout=on) for on in (False, True) for b, n in ((1, 5), (4, 3), (8, 2))),
+    ],
+    "precision": lambda: [
+        *(one(b, n, draw=PRECISE, precision="bf16") for b, n in ((1, 5), (4, 5), (8, 3))),
+        one(4, 5, draw=PRECISE, precision="fp16"),
+        *(one(b, n, draw=PRECISE, precision="bf16", learning_rate=2e-4, **ADAMW) for b, n in ((1, 5), (4, 5), (8, 3))),
+        one(4, 3, model="minilm", draw=PRECISE, precision="bf16"),
     ],
     "dropout": lambda: [one(b, n, model="minilm", dropout=True) for b, n in ((1, 10), (4, 10), (8, 5))],
     "sentences": lambda: [

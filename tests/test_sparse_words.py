@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge.words import score_words
+from gradaudit.leakage.rowspace import sparse_words as sparse
 from gradaudit.leakage.rowspace.chance import could_hide
 from gradaudit.leakage.rowspace.noisy_words import heard
 from gradaudit.leakage.rowspace.sparse_words import _Pursuit, exact, sparse_words
@@ -137,6 +139,38 @@ def test_an_encoder_s_words_are_told_apart_from_its_positions_and_behind_adamw(t
     assert found.details["directions"] <= 12 < len(held(model, batch))
     assert {word.token for word in found.words or ()} == held(model, batch)
     assert all(word.certain for word in found.words or ())
+
+
+@pytest.mark.parametrize(
+    "training", [LocalTraining(), LocalTraining("adamw", 2e-4, eps=1e-3), LocalTraining("sgd", 0.1)]
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_under_autocast_words_are_rounded_as_they_enter_and_their_gradient_once_more(folders, precision, training):
+    model = adapted(f"random:{folders['llama']}", 4)
+    batch = batch_of(model, sentences([3, 2], 1))
+    seen = seen_of(Client(model, replace(training, precision=precision)), batch)
+    found = Decode()(seen, stream(0, "attack"))
+    assert {word.token for word in found.words or () if word.certain} == held(model, batch)
+
+
+def test_longer_sentences_are_looked_for_before_more_words(monkeypatch):
+    tried = []
+
+    class Pursuit:
+        def __init__(self, model, fitting, places, masked):
+            self.places = places
+
+        def words(self, level, room):
+            tried.append((self.places, room))
+            return SimpleNamespace(explained=False)
+
+    monkeypatch.setattr(sparse, "_Pursuit", Pursuit)
+    seen = Entries(torch.randn(2, 9).double(), torch.zeros(2, 9).double(), PlainStep(), {"q": 2})
+    sparse_words(SimpleNamespace(absolute_positions=True), seen, 0.01)
+    assert tried == [(24, 0.4), (96, 0.4), (256, 0.4), (24, 0.9), (96, 0.9), (256, 0.9)]
+    tried.clear()
+    sparse_words(SimpleNamespace(absolute_positions=False), seen, 0.01)
+    assert tried == [(0, 0.9)]
 
 
 @pytest.mark.parametrize("noise", [1e-4, 1e-2, 0.1, 0.3, 1.0])

@@ -51,8 +51,11 @@ _HEARD = 4
 IDLE = 25.0
 """A word whose coefficients each explain less than so many squared errors is none (measured, exact gradients: 1 of
 wrong words, 10^6 and more of right ones)."""
-_PLACES = (24, 96)
-"""Positions taken out: most sentences are shorter than the first, and each costs a dimension."""
+_PLACES = (24, 96, 256)
+"""Positions taken out: most sentences are shorter than the first, notes than the last; each costs a dimension."""
+_ROOM = 0.4
+"""Words taken first, as a share of the dimensions, before other positions are tried: a longer sentence is likelier than
+so many words, and taking all that there is room for takes ten times as long (BERT's base size, 4 sentences: 153 s)."""
 _NO_STEP = (
     "the adapters' B is still zero (no step was made with them), so that their A has no gradient; an update after the "
     "first step carries signal"
@@ -85,14 +88,23 @@ class SparseWords:
     limit: str
 
 
-def dictionary(model: TextModel, places: int) -> tuple[Tensor, Tensor]:
-    """Return [V, d] what each word brings into block 0, and [n, d] what so many positions and the bias bring."""
+def dictionary(model: TextModel, places: int, rounded: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Return [V, d] what each word brings into block 0, and [n, d] what so many positions and the bias bring.
+
+    Args:
+        model: the model.
+        places: positions.
+        rounded: type to which the inputs were rounded before they entered; with positions only their sums were.
+    """
     parts = model.first_input_parts()
     words, beside = parts.words.double(), parts.positions[:places].double()
     if parts.centered:
         words, beside = words - words.mean(1, keepdim=True), beside - beside.mean(1, keepdim=True)
     weight = parts.weight.double()
-    return words * weight, torch.cat([beside * weight, parts.bias.double()[None]])
+    rows = words * weight
+    if rounded is not None and not places:
+        rows = model.first_inputs(0).to(rounded).double()
+    return rows, torch.cat([beside * weight, parts.bias.double()[None]])
 
 
 @torch.no_grad()
@@ -134,10 +146,14 @@ def sparse_words(model: TextModel, sent: Entries, level: float, masked: bool = F
         level: where not everything is explained, share of the words returned that may be wrong.
         masked: dropout was on: no words explain everything, and those that stand out are all there is.
     """
+    every = [(_PLACES[0], FULL)] if masked else [(places, room) for room in (_ROOM, FULL) for places in _PLACES]
+    if sent.even and not masked:
+        every = every[len(_PLACES) :]
+    if model.absolute_positions:
+        sent = sent.unread()  # a word and its place were rounded together
     found: SparseWords | None = None
-    every = _PLACES[:1] if masked else _PLACES
-    for places in every if model.absolute_positions else (0,):
-        found = _Pursuit(model, Weighted(sent), places, masked).words(level)
+    for places, room in every if model.absolute_positions else [(0, FULL)]:
+        found = _Pursuit(model, Weighted(sent), places, masked).words(level, room)
         if found.explained:
             break
     assert found is not None
@@ -156,7 +172,7 @@ class _Pursuit:
 
     def __init__(self, model: TextModel, fitting: Weighted, places: int, masked: bool = False) -> None:
         self.masked, self.noisy = masked, fitting.seen.even
-        words, beside = (rows / fitting.columns for rows in dictionary(model, places))
+        words, beside = (rows / fitting.columns for rows in dictionary(model, places, fitting.seen.rounded))
         self.beside = torch.nn.functional.normalize(beside[beside.any(1)], dim=1)
         self.whole = words
         self.out = torch.linalg.qr(self.beside.T).Q if len(self.beside) else self.beside.T
@@ -185,8 +201,13 @@ class _Pursuit:
     def _off(self, rows: Tensor) -> Tensor:
         return rows - (rows @ self.out) @ self.out.T
 
-    def words(self, level: float) -> SparseWords:
-        """Return the words that explain the directions; those that stand out where none do."""
+    def words(self, level: float, room: float = FULL) -> SparseWords:
+        """Return the words that explain the directions; those that stand out where none do.
+
+        Args:
+            level: see `sparse_words`.
+            room: share of the dimensions that words may fill.
+        """
         used: list[int] = []
         order: list[tuple[int, float]] = []
         taken: list[int] = []
@@ -198,13 +219,13 @@ class _Pursuit:
             order += [one for one in more if one[0] not in {word for word, _ in order}]
             if self.masked and sum(chance for _, chance in order) > level * FULL * self.free:
                 break  # no number of words behind these could make up for them
-            taken = [*used, *(word for word, _ in more), *heard][: int(FULL * self.free)]
+            taken = [*used, *(word for word, _ in more), *heard][: int(room * self.free)]
             left, own, chi2 = self._held(taken)
             self._believe(left @ self._with(taken))
             before, used = used, [word for word, one in zip(taken, own.tolist(), strict=True) if one > IDLE]
             if len(used) < len(taken):
                 _, _, chi2 = self._held(used) if used else (left, own, math.inf)
-            if len(used) <= len(before) or len(taken) >= FULL * self.free:
+            if len(used) <= len(before) or len(taken) >= int(room * self.free):
                 break
         count = len(self.directions)
         told = f"{count} directions, {self.free} dimensions"

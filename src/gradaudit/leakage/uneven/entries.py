@@ -20,8 +20,8 @@ ARITHMETIC = 1.5e-7
 _SUMMED = 2e-7
 """Rounding of a gradient's entry that float32 summed over tokens, relative to the root mean squares of its matrix and
 of its row and column: 1.1e-7 in the mean (MiniLM, 16 to 95 tokens), in columns with outliers up to four times that."""
-_BFLOAT_BITS, _HALF_BITS = 7, 10
-"""Digits behind the first of a bfloat16 and of a float16."""
+_DIGITS = {torch.bfloat16: 7, torch.float16: 10}
+"""Binary digits behind the first."""
 _LEFT_OUT = 0.02
 """A larger share of zeros was left out: of the own ones there are none, but where a whole row or column is zero."""
 _UNKNOWN = 1e6
@@ -49,6 +49,7 @@ class Entries:
         steps: of the optimizer that made the change.
         rounded: type to which the inputs were rounded before they entered; None for their own.
         weights: type of the weights before and after; None for float32.
+        narrow: digits behind the first of the client's gradient, whose rounding is not in `spread`; None for float32.
     """
 
     sent: Tensor
@@ -58,6 +59,7 @@ class Entries:
     steps: int = 1
     rounded: torch.dtype | None = None
     weights: torch.dtype | None = None
+    narrow: int | None = None
 
     @property
     def even(self) -> bool:
@@ -76,9 +78,15 @@ class Entries:
         share = (self.spread[there] / self.sent[there].abs()).flatten()
         return float(share.median()) if len(share) else math.inf
 
-    def own(self, gradient: Tensor) -> Tensor:
-        """Return the standard deviation of the gradient's own rounding, [n, d]; see `summing_error`."""
-        return summing_error(gradient, self.groups)
+    def own(self, gradient: Tensor, times: float = 1.0) -> Tensor:
+        """Return the standard deviation of the gradient's own rounding, [n, d].
+
+        Args:
+            gradient: [n, d].
+            times: how much more than a sum over tokens alone has rounded it; see `summing_error`.
+        """
+        own = times * summing_error(gradient, self.groups)
+        return own if self.narrow is None else own.hypot(last_place(gradient, self.narrow) / UNIFORM)
 
     def unread(self) -> "Entries":
         """Return the entries as they are before rows are known, whose own rounding then is an error, too."""
@@ -86,7 +94,7 @@ class Entries:
             return self
         gradient, _ = self.step.behind(self.sent, self.spread)
         # a rounding error is half a unit in the last place at most, and uniform
-        blur = torch.finfo(self.rounded).eps / (UNIFORM * _SUMMED) * self.own(gradient)
+        blur = torch.finfo(self.rounded).eps / (UNIFORM * _SUMMED) * summing_error(gradient, self.groups)
         return replace(self, spread=self.spread.hypot(self.step.slope(gradient) * blur))
 
     def error(self, gradient: Tensor, times: float = 1.0) -> Tensor:
@@ -96,7 +104,7 @@ class Entries:
             gradient: [n, d].
             times: how much more than a sum over tokens alone has rounded it.
         """
-        return self.spread.hypot(self.step.slope(gradient) * times * self.own(gradient))
+        return self.spread.hypot(self.step.slope(gradient) * self.own(gradient, times))
 
 
 def summing_error(gradient: Tensor, groups: Mapping[str, int]) -> Tensor:
@@ -114,6 +122,12 @@ def summing_error(gradient: Tensor, groups: Mapping[str, int]) -> Tensor:
         mean = part.mean().clamp_min(torch.finfo(part.dtype).tiny)
         parts.append((mean + part.mean(1, keepdim=True) * (part.mean(0) / mean)).sqrt())
     return _SUMMED * torch.cat(parts)
+
+
+def last_place(values: Tensor, digits: int) -> Tensor:
+    """Return the unit in the last of so many binary digits behind the first, of each value."""
+    exponent = torch.frexp(values.abs().clamp_min(torch.finfo(torch.float32).tiny)).exponent
+    return torch.ldexp(torch.ones_like(values), exponent - 1 - digits)
 
 
 def grid(weights: Tensor) -> Tensor:
@@ -165,7 +179,8 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
         return None
     kind = WEIGHTS.get(how.precision) if how is not None else None
     rounded = AUTOCAST.get(how.precision, kind) if how is not None else None
-    return Entries(sent, spread, step, groups, steps, rounded, kind)
+    narrow = _DIGITS[rounded] if seen.kind == "delta" and rounded is not None else None
+    return Entries(sent, spread, step, groups, steps, rounded, kind, narrow)
 
 
 def _of_change(seen: Observation) -> _Read | None:
@@ -223,9 +238,8 @@ def _of_gradient(sent: Tensor, before: Tensor, noise: float | None) -> tuple[Ten
         own = _SUMMED * value[there].square().mean().sqrt()
         return value, torch.where(there, own, _UNKNOWN * value.abs().max())
     if few_digits(sent):
-        bits = _BFLOAT_BITS if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else _HALF_BITS
-        exponent = torch.frexp(value.abs().clamp_min(torch.finfo(torch.float32).tiny)).exponent
-        return value, torch.ldexp(torch.ones_like(value), exponent - 1 - bits) / UNIFORM
+        kind = torch.bfloat16 if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else torch.float16
+        return value, last_place(value, _DIGITS[kind]) / UNIFORM
     if noise is None:
         rows = value if value.shape[0] >= value.shape[1] else value.T
         _, noise = noise_rank(torch.linalg.svdvals(rows), len(rows), sure=True)
