@@ -47,7 +47,7 @@ def one(
     told = f"{client.get('optimizer', 'gradient')} {client.get('learning_rate', '')}".strip()
     told += ", dropout on" * how["dropout"] + ", fresh adapters" * (not warmup)
     told += f", {modules.replace(',', ' ')}" * (modules != "attention")
-    told += f", {how['precision']}" * ("precision" in how)
+    told += f", {how.get('precision')}" * ("precision" in how)
     if "epochs" in how:
         some = how.get("minibatch")
         told += f", {how['epochs'] * -(-size // (some or size))} steps" + f" of {some}" * bool(some)

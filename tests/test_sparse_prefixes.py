@@ -11,9 +11,9 @@ import torch
 
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
-from gradaudit.leakage.rowspace import sparse_prefixes
-from gradaudit.leakage.rowspace.chance import beyond_chance
-from gradaudit.leakage.rowspace.sparse_prefixes import PrefixPursuit, Unheard, _blocks, put_together, sparse_sentences
+from gradaudit.leakage.adapters import sparse_prefixes
+from gradaudit.leakage.adapters.chance import beyond_chance
+from gradaudit.leakage.adapters.sparse_prefixes import PrefixPursuit, Unheard, _blocks, put_together, sparse_sentences
 from gradaudit.leakage.uneven.followed import LAST_MISSING
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining, NamedWord

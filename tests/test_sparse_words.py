@@ -13,10 +13,10 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.judge.words import score_words
-from gradaudit.leakage.rowspace import sparse_words as sparse
-from gradaudit.leakage.rowspace.chance import could_hide
-from gradaudit.leakage.rowspace.noisy_words import heard
-from gradaudit.leakage.rowspace.sparse_words import _Pursuit, exact, sparse_words
+from gradaudit.leakage.adapters import sparse_words as sparse
+from gradaudit.leakage.adapters.chance import could_hide
+from gradaudit.leakage.adapters.noisy_words import heard
+from gradaudit.leakage.adapters.sparse_words import _Pursuit, exact, sparse_words
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.steps import AdamStep, PlainStep
 from gradaudit.leakage.uneven.weighted import Weighted

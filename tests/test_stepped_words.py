@@ -13,8 +13,8 @@ from torch.nn.functional import normalize
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.rowspace.sparse_words import dictionary
-from gradaudit.leakage.rowspace.stepped_words import stepped_words, times
+from gradaudit.leakage.adapters.sparse_words import dictionary
+from gradaudit.leakage.adapters.stepped_words import stepped_words, times
 from gradaudit.leakage.uneven import step_signals
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals

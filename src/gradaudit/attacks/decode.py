@@ -8,6 +8,10 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import ANYTHING, Trait, all_traits
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.leakage.adapters.fresh import read_fresh
+from gradaudit.leakage.adapters.sparse_prefixes import put_together
+from gradaudit.leakage.adapters.sparse_words import SparseWords, adapter_words
+from gradaudit.leakage.adapters.stepped_words import stepped_words
 from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
@@ -19,9 +23,6 @@ from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
-from gradaudit.leakage.rowspace.sparse_prefixes import put_together
-from gradaudit.leakage.rowspace.sparse_words import SparseWords, adapter_words
-from gradaudit.leakage.rowspace.stepped_words import stepped_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
 from gradaudit.leakage.uneven.by_step import named_by_step
 from gradaudit.leakage.uneven.decoded import decode_change
@@ -169,6 +170,8 @@ class Decode(Attack):
 
     def _adapted(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Return the words of adapters' directions, and the sentences where the blocks behind tell them."""
+        if (fresh := read_fresh(seen, rng)) is not None:
+            return fresh
         found = self._words(seen)
         details: dict[str, Any] = {"directions": found.directions, "words": len(found.words)}
         read = Reconstruction()

@@ -148,27 +148,40 @@ def entries(seen: Observation, layer: int, roles: Sequence[str] = ("q", "k", "v"
         The entries; None where nothing of the block was seen, where a weight change is of unknown training or of
         several steps that do not add up, and where a gradient has no error beside its own rounding, or signs are sent.
     """
+    weights = seen.model.parameters()
+    found: dict[str, tuple[Tensor, Tensor, bool]] = {}
+    for role in roles:
+        for view, sent in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
+            # one adapter beside a fused matrix is that of q, k and v
+            whole = weights[view.parameter].numel() == sent.numel()
+            found.setdefault(view.name, (sent, view(weights[view.parameter]), whole))
+    return entries_of(seen, found)
+
+
+def entries_of(seen: Observation, matrices: Mapping[str, tuple[Tensor, Tensor, bool]]) -> Entries | None:
+    """Return what an update says of the gradients of some matrices; see `entries`.
+
+    Args:
+        seen: the observation.
+        matrices: by name, what was sent, the weights before, and whether that is the whole parameter: of a part, noise
+            relative to the whole is not known.
+    """
     read = _of_change(seen) if seen.kind == "delta" else _of_gradient
     if read is None:
         return None
-    weights = seen.model.parameters()
     values, spreads = [], []
     groups: dict[str, int] = {}
-    for role in roles:
-        for view, sent in zip(seen.model.views(layer, role), seen.role(layer, role), strict=False):
-            if view.name in groups:
-                continue  # one adapter beside a fused matrix is that of q, k and v
-            own = weights[view.parameter].numel() == sent.numel()  # of a part, noise relative to the whole is not known
-            changed = seen.kind == "delta"
-            noise = deviation_told(seen.knowledge.defenses, sent, seen.knowledge.batch_size, changed) if own else None
-            if noise is None and seen.model.spec.lora:
-                noise = 0.0  # all of few directions are the batch's: no small singular values tell noise
-            one = read(sent.detach(), view(weights[view.parameter]).detach(), noise)
-            if one is None:
-                return None
-            values.append(one[0])
-            spreads.append(one[1])
-            groups[view.name] = len(one[0])
+    for name, (sent, before, whole) in matrices.items():
+        changed = seen.kind == "delta"
+        noise = deviation_told(seen.knowledge.defenses, sent, seen.knowledge.batch_size, changed) if whole else None
+        if noise is None and seen.model.spec.lora:
+            noise = 0.0  # all of few directions are the batch's: no small singular values tell noise
+        one = read(sent.detach(), before.detach(), noise)
+        if one is None:
+            return None
+        values.append(one[0])
+        spreads.append(one[1])
+        groups[name] = len(one[0])
     if not values:
         return None
     how, steps = seen.knowledge.training, seen.knowledge.steps or 1

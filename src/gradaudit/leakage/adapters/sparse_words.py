@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.rowspace.chance import ALIKE, FULL, RARE, beyond_chance, could_hide, likest, log_sets
-from gradaudit.leakage.rowspace.noisy_words import heard
+from gradaudit.leakage.adapters.chance import ALIKE, FULL, RARE, beyond_chance, could_hide, likest, log_sets
+from gradaudit.leakage.adapters.noisy_words import heard
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import EXPLAINED
@@ -57,8 +57,8 @@ _ROOM = 0.4
 """Words taken first, as a share of the dimensions, before other positions are tried: a longer sentence is likelier than
 so many words, and taking all that there is room for takes ten times as long (BERT's base size, 4 sentences: 153 s)."""
 _NO_STEP = (
-    "the adapters' B is still zero (no step was made with them), so that their A has no gradient; an update after the "
-    "first step carries signal"
+    "the adapters' B is still zero (no step was made with them), so that their A has no gradient, and B's tells words "
+    "of fewer tokens than the rank only; an update after the first step carries signal"
 )
 _SEVERAL = (
     "adapters are read from one gradient, or from steps of AdamW, Adam or plain SGD from a fresh state; of this change "

@@ -21,11 +21,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.adapters.chance import beyond_chance
+from gradaudit.leakage.adapters.sparse_words import BOUND, IDLE, UNKNOWN, exact
 from gradaudit.leakage.decoding.explain import named
-from gradaudit.leakage.rowspace.chance import beyond_chance
 from gradaudit.leakage.rowspace.growth import phantom
 from gradaudit.leakage.rowspace.prefixes import Attended, leaf_values
-from gradaudit.leakage.rowspace.sparse_words import BOUND, IDLE, UNKNOWN, exact
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.exact_rows import EXPLAINED
 from gradaudit.leakage.uneven.followed import LAST_MISSING

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.chance import ALIKE, FULL, RARE, beyond_chance, could_hide, likest, log_sets
+from gradaudit.leakage.adapters.chance import ALIKE, FULL, RARE, beyond_chance, could_hide, likest, log_sets
 from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.progress import step
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from gradaudit.leakage.rowspace.chance import RARE, beyond_chance, could_hide, likest, log_sets
+from gradaudit.leakage.adapters.chance import RARE, beyond_chance, could_hide, likest, log_sets
+from gradaudit.leakage.adapters.sparse_words import IDLE, SparseWords, dictionary
 from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
-from gradaudit.leakage.rowspace.sparse_words import IDLE, SparseWords, dictionary
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
 from gradaudit.leakage.uneven.summed import Summed
 from gradaudit.models.base import TextModel

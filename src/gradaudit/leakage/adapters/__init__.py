@@ -1,0 +1,1 @@
+"""What adapters give away: words and sentences from fewer directions than tokens."""
