@@ -161,6 +161,25 @@ def test_every_and_most_limit_what_is_written(training, tmp_path, caplog, model)
     assert caplog.text.count("holds 2 bundles, and most = 2: no more are recorded") == 1
 
 
+@pytest.mark.parametrize("model", ["folder", "module", "adapters"])
+def test_a_training_draws_the_same_numbers_with_and_without_a_recorder(training, tmp_path, model):
+    made, before, after = training
+    made.module.save_pretrained(tmp_path / "m")
+    made.tokenizer.save_pretrained(tmp_path / "m")
+    how = {"model": tmp_path / "m"} if model == "folder" else {"model": made.module, "tokenizer": made.tokenizer}
+    if model == "adapters":
+        peft = pytest.importorskip("peft")
+        told = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+        how["model"] = peft.get_peft_model(made.module, told)
+        before = {name: value.numpy() for name, value in peft.get_peft_model_state_dict(how["model"]).items()}
+        after = {name: value + np.float32(1e-3) for name, value in before.items()}
+    mod = audit_mod(tmp_path / "up", **how)
+    state = torch.get_rng_state()
+    mod(message(before), None, lambda *_: message(after))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert load_bundle(tmp_path / "up" / "round-1" / "node-7").tensors
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [("empty", "0 records of arrays"), ("error", "no memory"), ("a change", "a change was given"),

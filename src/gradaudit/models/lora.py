@@ -74,19 +74,19 @@ def add_adapters(module: Any, lora: Lora, seed: int, depth: int | None = None) -
             "target_modules": sorted({view.parameter.removesuffix(".weight") for view in views}),
             "fan_in_fan_out": any(view.transpose for view in views),
         }
-        with global_stream(stream(seed, "lora"), torch.device("cpu")):
-            _inject(module, how)
+        _inject(module, how, seed)
     for name, p in module.named_parameters():
         if name.startswith(family.head):
             p.requires_grad_(True)
 
 
-def _inject(module: Any, how: Mapping[str, Any]) -> None:
+def _inject(module: Any, how: Mapping[str, Any], seed: int = 0) -> None:
     try:
         import peft
     except ImportError:
         raise BadInputError("LoRA needs the extra: pip install 'gradaudit[lora]'") from None
-    peft.inject_adapter_in_model(peft.LoraConfig(**how), module)
+    with global_stream(stream(seed, "lora"), torch.device("cpu")):  # a training that is recorded draws none of it
+        peft.inject_adapter_in_model(peft.LoraConfig(**how), module)
 
 
 def _add_saved(module: Any, folder: Path, left_out: tuple[str, ...]) -> None:
