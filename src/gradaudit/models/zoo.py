@@ -263,7 +263,7 @@ def _check_family(spec: ModelSpec, model_type: str) -> None:
     family = family_of(spec.name, model_type)
     if spec.task == "causal-lm" and not family.causal:
         raise BadInputError(
-            f"model '{spec.name}' is an encoder ({model_type}); task 'causal-lm' needs a decoder (gpt2, llama)"
+            f"model '{spec.name}' is an encoder ({model_type}); task 'causal-lm' needs a decoder, as gpt2 or llama"
         )
 
 
