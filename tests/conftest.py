@@ -28,7 +28,7 @@ def pytest_collection_finish() -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder with config and tokenizer of every family."""
     root = tmp_path_factory.mktemp("tiny")
-    return {family: tiny_models.make_folder(family, root / family) for family in tiny_models.FAMILIES}
+    return {family: tiny_models.make_folder(family, root / family) for family in tiny_models.EVERY}
 
 
 @pytest.fixture(scope="session")

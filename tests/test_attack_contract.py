@@ -298,7 +298,7 @@ def test_dager_recovers_single_encoder_sentences_exactly(load, family, training,
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", [*ENCODERS, "electra", "distilbert"])
 def test_decode_recovers_short_encoder_sentences_exactly_with_dropout_on(load, family, seed):
     model = load(family)
     for size in (3, 5):

@@ -21,7 +21,7 @@ from gradaudit.errors import AuditError, BadInputError
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.types import LocalTraining
-from tiny_models import sentences
+from tiny_models import NEWER, sentences
 
 TEXTS = sentences([5, 4], seed=3)
 STEP = ("--optimizer", "adamw", "--learning-rate", "1e-4")
@@ -64,6 +64,18 @@ def test_two_folders_give_exact_sentences_with_two_commands(folders, tmp_path, g
     found = json.loads(out)
     assert (found["attack"], found["by"]) == ("auto", "decode")
     assert sorted(found["texts"]) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("family", [f for f in NEWER if f != "qwen2"])  # see test_models.py
+def test_two_folders_of_other_families_give_exact_sentences(folders, tmp_path, gradaudit, family):
+    before, after, _ = two(folders, tmp_path, family=family, optimizer=torch.optim.SGD)
+    told = ("--dropout", "off", "--optimizer", "sgd", "--learning-rate", "0.1", "--sentences", "2")
+    code, _, err = gradaudit("bundle", tmp_path / "up", "--before", before, "--after", after, *told)
+    assert code == 0, err
+    code, out, err = gradaudit("attack", tmp_path / "up", "--json")
+    assert code == 0, err
+    words = AutoTokenizer.from_pretrained(before)
+    assert sorted(json.loads(out)["ids"]) == sorted(words(text)["input_ids"] for text in TEXTS)
 
 
 def test_it_is_what_capture_writes_of_the_same_step(folders, tmp_path, gradaudit):

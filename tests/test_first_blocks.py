@@ -45,6 +45,15 @@ def test_two_blocks_read_the_batch_and_later_ones_need_not_even_exist(made):
     assert any("not checked" in warning for warning in found.warnings)
 
 
+def test_sentences_that_need_the_output_to_be_proven_are_likely_without_it(made):
+    folder, batch = made
+    for blocks, certificate in ((None, "proven"), (2, "likely")):
+        found = examine(folder, "decode", [], "all", None, 0, CPU, blocks=blocks)
+        assert sorted(found.ids) == sorted(map(tuple, batch.sequences()))
+        assert found.certificates == (certificate,) * 2
+    assert any("only the first 2 blocks" in note for note in found.notes)
+
+
 def test_depth_is_the_models_and_only_what_was_asked_for_is_there(made):
     folder, _ = made
     part = load_model(ModelSpec(str(folder / "model"), loaded=2))

@@ -11,6 +11,7 @@ import logging
 import os
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from gradaudit.bundles.bundle import load_bundle, read_manifest
 from gradaudit.bundles.examine import examine
 from gradaudit.bundles.gate import Gate
 from gradaudit.errors import BadInputError
+from gradaudit.integrations import flower
 from gradaudit.integrations.flower import AuditGrid, audit_mod, gate_mod
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -36,15 +38,15 @@ REAL = pytest.mark.skipif(
 )
 
 
-class Arrays(dict[str, np.ndarray]):
-    """What the recorders take of Flower's ArrayRecord."""
-
-    def to_numpy_ndarrays(self) -> list[np.ndarray]:
-        return [value.copy() for value in self.values()]
+def stored(value: np.ndarray) -> Any:
+    """What the recorders take of Flower's Array."""
+    file = BytesIO()
+    np.save(file, value, allow_pickle=False)
+    return SimpleNamespace(stype="numpy.ndarray", data=file.getvalue(), numpy=value.copy)
 
 
 def message(arrays: Any, kind: str = "train", node: int = 7, round_: int | None = 1, failed: bool = False) -> Any:
-    records = {} if arrays is None else {"arrays": Arrays(arrays)}
+    records = {} if arrays is None else {"arrays": {name: stored(value) for name, value in arrays.items()}}
     config = {} if round_ is None else {"config": {"server-round": round_}}
     return SimpleNamespace(
         metadata=SimpleNamespace(message_type=kind, dst_node_id=node, src_node_id=node),
@@ -62,6 +64,38 @@ def training(folders):
     rng = np.random.default_rng(0)
     after = {name: value + rng.normal(0, 1e-3, value.shape).astype(np.float32) for name, value in before.items()}
     return made, before, after
+
+
+ARRAYS = {
+    "rows first": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "columns first": np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3)),
+    "one number": np.array(7),
+    "half": np.ones((2, 2), np.float16),
+    "empty": np.zeros((0, 4), np.float32),
+    "another version": np.zeros(1, [("\u0436", "<f4")]),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=REAL)])
+def test_arrays_are_read_as_flower_stores_them(name, real):
+    value = ARRAYS[name]
+    if real:
+        from flwr.app import Array
+
+        array = Array(value)
+    else:
+        array = stored(value)
+    read = flower._viewed(array)
+    np.testing.assert_array_equal(read, value)
+    assert (read.dtype, read.shape) == (value.dtype, value.shape)
+    if name == "columns first":
+        assert not read.flags.owndata
+
+
+def test_an_array_stored_in_another_way_is_asked_of_flower():
+    array = SimpleNamespace(stype="other", data=b"?", numpy=lambda: np.ones(2))
+    np.testing.assert_array_equal(flower._viewed(array), np.ones(2))
 
 
 class Grid:
@@ -101,11 +135,12 @@ def test_a_mod_records_what_passes_through_it(training, tmp_path):
     mod = audit_mod(tmp_path, model=made.module, tokenizer=made.tokenizer)
 
     def app(asked: Any, context: Any) -> Any:
-        for value in asked.content.array_records["arrays"].values():
-            value += 1  # an app may write into what it was sent
+        record = asked.content.array_records["arrays"]
+        for name in list(record):  # an app may put other arrays in the place of what it was sent, or take them out
+            record[name] = stored(np.zeros(3))
         return message(after)
 
-    asked = message({name: value.copy() for name, value in before.items()}, round_=4)
+    asked = message(before, round_=4)
     assert mod(asked, "context", app).content.array_records["arrays"] is not None
     found = load_bundle(tmp_path / "round-4" / "node-7")
     name = "classifier.weight"
@@ -124,6 +159,25 @@ def test_every_and_most_limit_what_is_written(training, tmp_path, caplog, model)
         audit.send_and_receive([message(before, round_=None if model == "folder" else number)])
     assert sorted(path.name for path in (tmp_path / "up").iterdir()) == ["round-1", "round-3"]
     assert caplog.text.count("holds 2 bundles, and most = 2: no more are recorded") == 1
+
+
+@pytest.mark.parametrize("model", ["folder", "module", "adapters"])
+def test_a_training_draws_the_same_numbers_with_and_without_a_recorder(training, tmp_path, model):
+    made, before, after = training
+    made.module.save_pretrained(tmp_path / "m")
+    made.tokenizer.save_pretrained(tmp_path / "m")
+    how = {"model": tmp_path / "m"} if model == "folder" else {"model": made.module, "tokenizer": made.tokenizer}
+    if model == "adapters":
+        peft = pytest.importorskip("peft")
+        told = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+        how["model"] = peft.get_peft_model(made.module, told)
+        before = {name: value.numpy() for name, value in peft.get_peft_model_state_dict(how["model"]).items()}
+        after = {name: value + np.float32(1e-3) for name, value in before.items()}
+    mod = audit_mod(tmp_path / "up", **how)
+    state = torch.get_rng_state()
+    mod(message(before), None, lambda *_: message(after))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert load_bundle(tmp_path / "up" / "round-1" / "node-7").tensors
 
 
 @pytest.mark.parametrize(
@@ -224,6 +278,7 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
 from transformers import AutoModelForSequenceClassification
 from gradaudit.errors import BadInputError
+from gradaudit.integrations import flower
 from gradaudit.integrations.flower import audit_mod
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
+from gradaudit.models.families import REFUSED
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.views import ROLES
 from gradaudit.models.zoo import load_model
+from gradaudit.registry import build
+from gradaudit.streams import stream
 from gradaudit.types import Batch
 from tiny_models import (
     DEPTH,
-    ENCODERS,
-    FAMILIES,
+    EVERY,
+    EVERY_SETTING,
     LONGEST,
-    SETTINGS,
     WORDS,
     batch_of,
     hidden_states,
     make_folder,
+    seen_of,
     sentences,
     tiny,
 )
@@ -35,6 +41,14 @@ PATHS = {
     "gpt2": ("transformer.h.{}", "attn.c_attn attn.c_attn attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"),
     "llama": ("model.layers.{}", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
               "mlp.gate_proj+mlp.up_proj mlp.down_proj"),
+    "electra": ("electra.encoder.layer.{}", "attention.self.query attention.self.key attention.self.value "
+                "attention.output.dense intermediate.dense output.dense"),
+    "distilbert": ("distilbert.transformer.layer.{}", "attention.q_lin attention.k_lin attention.v_lin "
+                   "attention.out_lin ffn.lin1 ffn.lin2"),
+    "qwen2": ("model.layers.{}", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
+              "mlp.gate_proj+mlp.up_proj mlp.down_proj"),
+    "mistral": ("model.layers.{}", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
+                "mlp.gate_proj+mlp.up_proj mlp.down_proj"),
 }  # fmt: skip
 """The test's own table of where transformers keeps each role's module."""
 
@@ -52,7 +66,7 @@ def gradients(model, batch: Batch, **changed) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [(5,), (4, 4), (3, 6, 1)], ids=["one", "even", "padded"])
-@pytest.mark.parametrize(("family", "task"), SETTINGS)
+@pytest.mark.parametrize(("family", "task"), EVERY_SETTING)
 def test_loss_is_transformers_own(load, family, task, sizes):
     if task == "causal-lm":
         sizes = tuple(n + 1 for n in sizes)
@@ -70,7 +84,7 @@ def test_loss_is_transformers_own(load, family, task, sizes):
     assert model.loss(**given | {"labels": certain}).item() == pytest.approx(theirs.item(), rel=1e-5), "distributions"
 
 
-@pytest.mark.parametrize(("family", "task"), SETTINGS)
+@pytest.mark.parametrize(("family", "task"), EVERY_SETTING)
 def test_padding_changes_nothing(load, family, task):
     model = load(family, task)
     batch = batch_of(model, sentences((4, 4), 2))
@@ -84,7 +98,7 @@ def test_padding_changes_nothing(load, family, task):
             torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("family", "task"), SETTINGS)
+@pytest.mark.parametrize(("family", "task"), EVERY_SETTING)
 def test_views_are_the_products_of_errors_and_inputs(load, family, task):
     """Every role's gradient, [out, in], is the sum over tokens of delta x^T, with both caught in transformers."""
     model = load(family, task)
@@ -120,7 +134,7 @@ def test_views_are_the_products_of_errors_and_inputs(load, family, task):
             views = model.views(layer, role)
             found = [view(gradient[view.parameter]) for view in views]
             expected = [d.T @ x for x, d in caught[layer, role]]
-            assert len(found) == len(expected) == (2 if (family, role) == ("llama", "f") else 1)
+            assert len(found) == len(expected) == len(PATHS[family][1].split()[ROLES.index(role)].split("+"))
             for one in expected:  # backward hooks fire in any order
                 assert any(f.shape == one.shape and torch.allclose(f, one, rtol=1e-3, atol=1e-5) for f in found)
             assert all(view.name.startswith(f"{layer}.{role}") for view in views)
@@ -175,20 +189,20 @@ def test_two_token_sentence_tells_query_key_and_value_apart(load):
 
 
 @pytest.mark.parametrize("layer", range(DEPTH))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_attention_inputs_are_the_whole_models_hidden_states(load, family, layer):
     model = load(family)
     ids = torch.randint(4, 90, (3, 7), generator=torch.Generator().manual_seed(layer))
     torch.testing.assert_close(model.attention_inputs(layer, ids), hidden_states(model, ids, layer))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_first_inputs_and_their_parts_are_the_block_0_inputs(load, family):
     model = load(family)
     ids = torch.arange(model.vocabulary_size)
     parts = model.first_input_parts()
     assert model.max_length == LONGEST
-    assert len(parts.positions) == (LONGEST if family != "llama" else 1)
+    assert len(parts.positions) == (LONGEST if model.absolute_positions else 1)
     for position in range(LONGEST):
         expected = model.attention_inputs(0, ids[:, None].expand(-1, position + 1))[:, position]
         torch.testing.assert_close(model.first_inputs(position), expected)
@@ -199,12 +213,12 @@ def test_first_inputs_and_their_parts_are_the_block_0_inputs(load, family):
         torch.testing.assert_close((parts.weight * x + parts.bias).float(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_model_in_bfloat16_enters_what_its_parts_round_to(folders, family):
     model = load_model(ModelSpec(f"random:{folders[family]}", weights="bfloat16"))
     parts, ids = model.first_input_parts(), torch.arange(model.vocabulary_size)
     rounded = [parts.low(position, ids, torch.bfloat16) for position in (0, 3)]
-    if family != "llama":  # whose norm is of ones, and no position is added
+    if model.absolute_positions:  # others' norm is of ones, and no position is added
         assert not torch.equal(rounded[1], model.first_inputs(3).bfloat16()), "steps on the way round, too"
     model.module.to(torch.bfloat16)
     for position, found in zip((0, 3), rounded, strict=True):
@@ -213,12 +227,12 @@ def test_a_model_in_bfloat16_enters_what_its_parts_round_to(folders, family):
         assert float((own != found).double().mean()) < 1e-3, "float32 may round either way where bfloat16 ends"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in EVERY if f != "qwen2"])  # it has one tokenizer, its own
 def test_text_goes_there_and_back(load, family):
     model = load(family)
     text = "the river walks . maria reads seven letter"
     ids, cut = model.encode(text)
-    frame = 2 if family in ENCODERS else 0
+    frame = 0 if model.causal else 2
     assert not cut
     assert len(ids) == len(text.split()) + frame
     assert model.decode(ids).replace(" .", ".") == text.replace(" .", ".")
@@ -231,10 +245,10 @@ def test_text_goes_there_and_back(load, family):
     assert set(model.encode(" ".join(WORDS[:20]))[0][1:-1]).isdisjoint(model.special.ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in EVERY if f != "qwen2"])  # it has one tokenizer, its own
 def test_truncation_keeps_the_end_of_the_frame(load, family):
     model = load(family)
-    frame = 2 if family in ENCODERS else 0
+    frame = 0 if model.causal else 2
     just = " ".join(WORDS[: LONGEST - frame])
     assert model.encode(just) == (model.encode(just)[0], False)
     ids, cut = model.encode(just + " river")
@@ -242,6 +256,40 @@ def test_truncation_keeps_the_end_of_the_frame(load, family):
     assert len(ids) == LONGEST
     assert ids == model.encode(just)[0], "the overlong word alone is lost"
     model.loss(ids=torch.tensor([ids]), mask=torch.ones(1, len(ids)), labels=torch.tensor([0]))
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED))
+def test_a_family_that_is_not_there_is_refused_with_the_reason(folders, tmp_path, gradaudit, kind):
+    other = make_folder("llama", tmp_path / "model")
+    (other / "config.json").write_text(json.dumps({"model_type": kind}))
+    (tmp_path / "case.toml").write_text(
+        f'model = "random:{other}"\n[data]\nsource = "sample"\n[attack]\nname = "dager"\n'
+    )
+    code, _, err = gradaudit("check", tmp_path / "case.toml")
+    assert code == 2
+    assert REFUSED[kind] in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_the_small_electra_is_refused(folders, tmp_path):
+    config = json.loads((folders["electra"] / "config.json").read_text()) | {"embedding_size": 16}
+    other = make_folder("electra", tmp_path / "model")
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NotSupportedError, match="projected to another width"):
+        load_model(ModelSpec(f"random:{other}"))
+
+
+@pytest.mark.parametrize("attack", ["decode", "dager"])
+@pytest.mark.parametrize("task", ["classification", "causal-lm"])
+def test_queries_and_keys_with_biases_and_heads_of_their_own_width_are_read(load, task, attack):
+    for family in ("qwen2", "mistral"):
+        model = load(family, task)
+        ids = torch.tensor([[11, 25, 40, 33, 60], [52, 17, 71, 29, 83]])
+        labels = torch.tensor([0, 1]) if task == "classification" else None
+        batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), labels, ("", ""))
+        found = build("attack", attack, {})(seen_of(Client(model), batch), stream(0, "attack"))
+        kept = ids if task == "classification" else ids[:, :-1]  # the last word of all enters no gradient
+        assert sorted(row[: kept.shape[1]] for row in found.sequences) == sorted(map(tuple, kept.tolist())), family
 
 
 def test_gpt2_groups_and_unknown_names(load):
@@ -280,5 +328,5 @@ def test_loading_is_reproducible_and_refuses_in_a_sentence(load, folders, tmp_pa
         load_model(ModelSpec("minilmm"))
     other = make_folder("bert", tmp_path / "other")
     (other / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(NotSupportedError, match="is of type 't5'; supported: bert, gpt2"):
+    with pytest.raises(NotSupportedError, match="is of type 't5'; supported: bert, distilbert"):
         load_model(ModelSpec(f"random:{other}"))

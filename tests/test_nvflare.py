@@ -114,13 +114,16 @@ while flare.is_running():
     flare.send(flare.FLModel(params=params, meta={"NUM_STEPS_CURRENT_ROUND": 1}))
 """
 JOB = """
+import torch
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.recipe import SimEnv
 from transformers import AutoModelForSequenceClassification
 from gradaudit.integrations.nvflare import AuditFilter
 model = AutoModelForSequenceClassification.from_pretrained(HERE + "/model")
-model.config.dtype = None  # NVFlare writes the configuration into the job's, and knows no types of torch
-recipe = FedAvgRecipe(name="job", model=model, min_clients=2, num_rounds=1, train_script=HERE + "/client.py")
+torch.save(model.state_dict(), HERE + "/start.pt")  # NVFlare writes the configuration alone into the job's
+model.config.dtype = None  # of which it knows no types of torch
+recipe = FedAvgRecipe(name="job", model=model, initial_ckpt=HERE + "/start.pt", min_clients=2, num_rounds=1,
+                      train_script=HERE + "/client.py")
 for side, add in (("client", recipe.add_client_input_filter), ("client", recipe.add_client_output_filter),
                   ("server", recipe.add_server_output_filter), ("server", recipe.add_server_input_filter)):
     add(AuditFilter(HERE + "/" + side, HERE + "/model"), tasks=["train"])
@@ -142,4 +145,5 @@ def test_the_simulator_s_rounds_are_recorded_at_the_clients_and_at_the_server(tr
         for path, moved in zip(made, (0.01, 0.02), strict=True):
             found = load_bundle(path)
             assert set(found.tensors) == set(before)
+            assert all(torch.equal(v, torch.from_numpy(before[n])) for n, v in found.model.parameters().items())
             assert all(torch.allclose(v, torch.full_like(v, moved), atol=1e-6) for v in found.tensors.values())

@@ -19,7 +19,7 @@ from gradaudit.bundles.capture import capture
 from gradaudit.bundles.examine import examine
 from gradaudit.errors import AuditError, BadInputError, NotSupportedError
 from gradaudit.models.spec import Lora, ModelSpec
-from gradaudit.models.zoo import load_model
+from gradaudit.models.zoo import load_model, whole_shapes
 from gradaudit.types import LocalTraining
 from tiny_models import sentences
 
@@ -268,3 +268,41 @@ def test_a_decoder_of_next_words_with_tied_embeddings_is_captured_with_its_adapt
     found = examine(tmp_path / "up", "decode", [], "all", None, 0, CPU)
     last = {text.split()[-1] for text in texts}
     assert words_of(texts) - last <= {word.text for word in found.words or ()} <= words_of(texts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_adapters_of_the_first_blocks_alone_are_read(folders, tmp_path, family):
+    model, tokenizer = peft_model(folders[family], family)
+    texts = sentences([5, 4], 1)
+    with capture(model, tmp_path / "up", tokenizer=tokenizer, sentences=2):
+        step(model, tokenizer, texts, torch.optim.SGD(model.parameters(), lr=0.1))
+    whole = load_bundle(tmp_path / "up")
+    part = load_bundle(tmp_path / "up", blocks=2)
+    assert part.model.depth == whole.model.depth == 3
+    here = part.model.parameters()
+    assert {name for name in whole.tensors if name in here} == set(part.tensors)
+    assert any(".1." in name and ".lora_A." in name for name in part.tensors)
+    assert not any(".2." in name and ".lora_" in name for name in here)
+    assert all(torch.equal(value, whole.model.parameters()[name]) for name, value in here.items())
+    assert whole_shapes(whole.model.spec) == {n: tuple(p.shape) for n, p in whole.model.parameters().items()}
+    if family == "llama":  # words of the others are hidden by their places
+        for blocks in (None, 2):
+            found = examine(tmp_path / "up", "decode", [], "all", None, 0, CPU, blocks=blocks)
+            assert {word.text for word in found.words or ()} == words_of(texts)
+            assert blocks is None or "proven" not in (found.certificates or ())
+
+
+def test_adapters_of_a_block_that_the_model_has_not_are_refused_with_blocks_too(folders, tmp_path, gradaudit):
+    model, tokenizer = peft_model(folders["llama"], "llama")
+    with capture(model, tmp_path / "up", tokenizer=tokenizer):
+        step(model, tokenizer, sentences([3], 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    path = tmp_path / "up" / "model" / "adapter" / "adapter_model.safetensors"
+    stored = load_file(path)
+    save_file({name.replace("layers.2.", "layers.9."): value for name, value in stored.items()}, path)
+    code, _, err = gradaudit("attack", tmp_path / "up", "--blocks", "2")
+    assert code == 2
+    assert "of another base model: it stands beside model.layers.9." in err
+    save_file({name: value for name, value in stored.items() if "layers.2." in name}, path)
+    code, _, err = gradaudit("attack", tmp_path / "up", "--blocks", "2")
+    assert code == 2
+    assert "stands beside later blocks alone: ask for more with --blocks" in err

@@ -31,6 +31,10 @@ ENCODERS = ("bert", "roberta", "mpnet")
 DECODERS = ("gpt2", "llama")
 SETTINGS = [(family, "classification") for family in FAMILIES] + [(family, "causal-lm") for family in DECODERS]
 """Every (family, task) there is."""
+NEWER = ("electra", "distilbert", "qwen2", "mistral")
+"""Families that share their code with one of those above: what is told apart by family is tested of them, too."""
+EVERY = (*FAMILIES, *NEWER)
+EVERY_SETTING = [*SETTINGS, *((f, "classification") for f in NEWER), *((f, "causal-lm") for f in ("qwen2", "mistral"))]
 WIDTH, DEPTH, LONGEST = 32, 3, 24
 
 WORDS = (
@@ -51,7 +55,12 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "mpnet": {"max_position_embeddings": LONGEST + 2},
     "gpt2": {"n_positions": LONGEST},
     "llama": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "tie_word_embeddings": False},
-}
+    "electra": {"max_position_embeddings": LONGEST, "embedding_size": WIDTH},
+    "distilbert": {"max_position_embeddings": LONGEST},
+    "qwen2": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2},
+    "mistral": {"max_position_embeddings": 2 * LONGEST, "sliding_window": LONGEST, "num_key_value_heads": 2,
+                "head_dim": 6},
+}  # fmt: skip
 
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -60,13 +69,14 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
     if family in ("roberta", "mpnet"):
         pad, unknown, start, end = "<pad>", "<unk>", "<s>", "</s>"
         first = [start, pad, end, unknown]
-    if family in DECODERS:
+    encoder = family in (*ENCODERS, "electra", "distilbert")
+    if not encoder:
         first = [pad, unknown]
     ids = {word: i for i, word in enumerate([*first, *WORDS])}
     inner = Tokenizer(WordLevel(ids, unk_token=unknown))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     names = {"pad_token": pad, "unk_token": unknown}
-    if family in ENCODERS:
+    if encoder:
         inner.post_processor = processors.TemplateProcessing(
             single=f"{start} $A {end}", special_tokens=[(start, ids[start]), (end, ids[end])]
         )
@@ -98,6 +108,10 @@ def make_folder(family: str, where: Path, inner: int = 48) -> Path:
         renamed = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
         numbers = {renamed.get(key, key): value for key, value in numbers.items()} | {"n_inner": inner}
         del numbers["intermediate_size"]
+    if family == "distilbert":
+        renamed = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+        renamed["intermediate_size"] = "hidden_dim"
+        numbers = {renamed.get(key, key): value for key, value in numbers.items()}
     tokenizer.save_pretrained(where)
     AutoConfig.for_model(family, **numbers | _NUMBERS[family]).save_pretrained(where)
     return where
@@ -131,7 +145,7 @@ def hidden_states(model: TransformersModel, ids: Tensor, layer: int) -> Tensor:
         entering: Tensor = found.hidden_states[layer]
         if kind == "gpt2":
             return model.module.transformer.h[layer].ln_1(entering)
-        return model.module.model.layers[layer].input_layernorm(entering) if kind == "llama" else entering
+        return entering if not model.causal else model.module.model.layers[layer].input_layernorm(entering)
 
 
 def sentences(sizes: Sequence[int], seed: int, words: Sequence[str] = MADE_UP, distinct: bool = True) -> list[str]:

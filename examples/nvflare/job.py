@@ -34,9 +34,11 @@ def main() -> None:
     folder = str(out / "model")
     start.save_pretrained(folder)
     AutoTokenizer.from_pretrained(given.model).save_pretrained(folder)
+    torch.save(start.state_dict(), out / "start.pt")
     recipe = FedAvgRecipe(
         name="audited",
         model=start,
+        initial_ckpt=str(out / "start.pt"),  # the job holds the model's configuration alone
         min_clients=2,
         num_rounds=given.rounds,
         train_script=str(Path(__file__).with_name("client.py")),

@@ -4,8 +4,11 @@ Recorders import nothing of Flower: they take what it hands them, so that they w
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gradaudit.errors import BadInputError
 from gradaudit.integrations.gatekeeper import Gatekeeper
@@ -15,6 +18,9 @@ _CLOSED = 1000
 """Code of the error that goes to the server in the place of an update; Flower's own are below 1000."""
 _ROUND = "server-round"
 """Under which Flower's strategies tell the round in a message's configuration."""
+_STORED = "numpy.ndarray"
+"""What Flower calls arrays that are stored as `numpy.save` writes them, as all of its own are."""
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 class AuditGrid:
@@ -140,6 +146,17 @@ def _weights(message: Any) -> Mapping[str, Any] | list[Any]:
     records = list(message.content.array_records.values())
     if len(records) != 1:
         raise BadInputError(f"the message holds {len(records)} records of arrays, and one is needed")
-    arrays = dict(zip(records[0].keys(), records[0].to_numpy_ndarrays(), strict=True))
+    arrays = {name: _viewed(stored) for name, stored in records[0].items()}
     numbered = list(arrays) == [str(n) for n in range(len(arrays))]
     return list(arrays.values()) if numbered else arrays
+
+
+def _viewed(stored: Any) -> Any:
+    """Return one of Flower's arrays as a view of its bytes, which nobody writes into: a copy takes 30 ms of MiniLM."""
+    file = BytesIO(stored.data)
+    header = _HEADERS.get(np.lib.format.read_magic(file)) if stored.stype == _STORED else None
+    if header is None:
+        return stored.numpy()
+    shape, columns_first, dtype = header(file)
+    numbers = np.frombuffer(stored.data, dtype, offset=file.tell())
+    return numbers.reshape(shape, order="F" if columns_first else "C")

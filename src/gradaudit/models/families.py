@@ -108,20 +108,19 @@ class Family(ABC):
         return View(name, f"{self.base}.{self.block_list}.{layer}.{path}.weight", **where)
 
 
-def _hidden(out: Any) -> Tensor:
-    """Return the hidden states of what a block returned: by themselves, or first of several."""
+def _hidden(out: Any) -> Tensor:  # what a block returned: by itself, or first of several
     first: Tensor = out[0] if isinstance(out, tuple) else out
     return first
 
 
 class _EncoderFamily(Family):
-    """What BERT, RoBERTa and MPNet share: post-norm blocks and an embedding module that takes position ids."""
+    """What BERT and its kin share: post-norm blocks and an embedding module that takes position ids."""
 
     causal = False
     block_list = "encoder.layer"
     words = "embeddings.word_embeddings"
     places = "embeddings.position_embeddings"
-    head = ("classifier.",)
+    head: tuple[str, ...] = ("classifier.",)
     first_alone: Sequence[str] = ("attention.output", "intermediate", "output")
     """Modules of a block whose inputs have one row a token, and whose outputs go nowhere else."""
     roles = {  # noqa: RUF012 - read-only table
@@ -132,9 +131,6 @@ class _EncoderFamily(Family):
         "f": "intermediate.dense",
         "p": "output.dense",
     }
-
-    def position_ids(self, positions: Tensor) -> Tensor:
-        return positions + int(self.core.embeddings.padding_idx) + 1
 
     def classify(self, out: Any, mask: Tensor) -> Tensor:
         logits: Tensor = self.module.classifier(out.last_hidden_state)
@@ -178,11 +174,41 @@ class Bert(_EncoderFamily):
 
     base = "bert"
 
-    def position_ids(self, positions: Tensor) -> Tensor:
-        return positions
-
     def classify(self, out: Any, mask: Tensor) -> Tensor:
         logits: Tensor = self.module.classifier(self.module.dropout(out.pooler_output))
+        return logits
+
+
+class Electra(_EncoderFamily):
+    """ELECTRA's discriminator: BERT's blocks and positions, without a pooler, a two-layer head."""
+
+    base = "electra"
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        if hasattr(self.core, "embeddings_project"):
+            raise NotSupportedError(
+                "ELECTRA whose embeddings are projected to another width (the small one) is not supported: its blocks "
+                "read no rows of the word embedding"
+            )
+
+
+class DistilBert(_EncoderFamily):
+    """DistilBERT: BERT's blocks under other names, no token types, a two-layer head on [CLS]."""
+
+    base = "distilbert"
+    block_list = "transformer.layer"
+    head = ("pre_classifier.", "classifier.")
+    first_alone = ("ffn",)
+    roles = {role: f"attention.{role}_lin" for role in "qkv"} | {
+        "o": "attention.out_lin",
+        "f": "ffn.lin1",
+        "p": "ffn.lin2",
+    }
+
+    def classify(self, out: Any, mask: Tensor) -> Tensor:
+        pooled = self.module.pre_classifier(out.last_hidden_state[:, 0]).relu()
+        logits: Tensor = self.module.classifier(self.module.dropout(pooled))
         return logits
 
 
@@ -191,8 +217,11 @@ class Roberta(_EncoderFamily):
 
     base = "roberta"
 
+    def position_ids(self, positions: Tensor) -> Tensor:
+        return positions + int(self.core.embeddings.padding_idx) + 1
 
-class MPNet(_EncoderFamily):
+
+class MPNet(Roberta):
     """MPNet: absolute positions and a relative attention bias shared by all blocks."""
 
     base = "mpnet"
@@ -209,10 +238,6 @@ class MPNet(_EncoderFamily):
         table: Tensor = self.core.encoder.relative_attention_bias.weight
         found: Tensor = self.core.encoder.compute_position_bias(table.new_zeros(1, length, 1))
         return found[0]
-
-    def classify(self, out: Any, mask: Tensor) -> Tensor:
-        logits: Tensor = self.module.classifier(out.last_hidden_state)
-        return logits
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -277,7 +302,7 @@ class GPT2(_DecoderFamily):
 
 
 class Llama(_DecoderFamily):
-    """Llama: rotary positions, grouped keys and values, gated feed-forward (gate and up are both "f")."""
+    """Llama and its kin: rotary positions, grouped keys and values, gated feed-forward (gate and up are both "f")."""
 
     absolute_positions = False
     base = "model"
@@ -326,8 +351,32 @@ class Llama(_DecoderFamily):
         return _hidden(out)
 
 
-FAMILIES: dict[str, type[Family]] = {"bert": Bert, "roberta": Roberta, "mpnet": MPNet, "gpt2": GPT2, "llama": Llama}
+FAMILIES: dict[str, type[Family]] = {
+    "bert": Bert,
+    "roberta": Roberta,
+    "mpnet": MPNet,
+    "electra": Electra,
+    "distilbert": DistilBert,
+    "gpt2": GPT2,
+    "llama": Llama,
+    # Llama's blocks, with biases of q, k and v or with a sliding window, which no text that is read is longer than
+    "qwen2": Llama,
+    "mistral": Llama,
+}
 """By transformers' `model_type`."""
+_APART = "attention compares content with relative places in products of their own"
+_SCALED = "its word vectors are scaled behind the embedding, and its norms add one to their weights"
+REFUSED = {
+    "deberta": _APART,
+    "deberta-v2": _APART,
+    "qwen3": "it normalizes each head's queries and keys behind their matrices",
+    "gemma": _SCALED,
+    "gemma2": _SCALED,
+    "gemma3_text": _SCALED,
+    "phi": "attention and feed-forward read the same rows side by side, and only a part of each head is rotated",
+    "phi3": "its queries, keys and values are one matrix of unequal parts",
+}
+"""Why others that people ask for are not there: what of them nothing here computes."""
 
 
 def family_of(name: str, model_type: str) -> type[Family]:
@@ -341,5 +390,8 @@ def family_of(name: str, model_type: str) -> type[Family]:
         NotSupportedError: an architecture without a role table.
     """
     if model_type not in FAMILIES:
-        raise NotSupportedError(f"model '{name}' is of type '{model_type}'; supported: {', '.join(sorted(FAMILIES))}")
+        why = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
+        raise NotSupportedError(
+            f"model '{name}' is of type '{model_type}'{why}; supported: {', '.join(sorted(FAMILIES))}"
+        )
     return FAMILIES[model_type]

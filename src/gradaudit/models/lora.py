@@ -41,20 +41,23 @@ class AdapterConfig(BaseModel):
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
 
 
-def add_adapters(module: Any, lora: Lora, seed: int) -> None:
+def add_adapters(module: Any, lora: Lora, seed: int, depth: int | None = None) -> None:
     """Put adapters beside a transformers model's matrices, in place; all but them and the task head is frozen.
 
     Args:
         module: the model; its forward pass stays its own.
         lora: which adapters.
         seed: A is drawn from it, where no saved adapter is named.
+        depth: blocks of the model, where the module holds only the first of them: what a saved adapter has beside the
+            others is left out. None: the module holds all.
 
     Raises:
         BadInputError: the extra "lora" (package peft) is not installed, or a saved adapter is not of this model.
     """
     family = FAMILIES[module.config.model_type](module)
     if lora.folder is not None:
-        _add_saved(module, Path(lora.folder))
+        behind = range(len(family.blocks), depth or 0)
+        _add_saved(module, Path(lora.folder), tuple(f"{family.base}.{family.block_list}.{n}." for n in behind))
     else:
         every = range(len(family.blocks))
         blocks = lora.blocks or every
@@ -71,26 +74,35 @@ def add_adapters(module: Any, lora: Lora, seed: int) -> None:
             "target_modules": sorted({view.parameter.removesuffix(".weight") for view in views}),
             "fan_in_fan_out": any(view.transpose for view in views),
         }
-        with global_stream(stream(seed, "lora"), torch.device("cpu")):
-            _inject(module, how)
+        _inject(module, how, seed)
     for name, p in module.named_parameters():
         if name.startswith(family.head):
             p.requires_grad_(True)
 
 
-def _inject(module: Any, how: Mapping[str, Any]) -> None:
+def _inject(module: Any, how: Mapping[str, Any], seed: int = 0) -> None:
     try:
         import peft
     except ImportError:
         raise BadInputError("LoRA needs the extra: pip install 'gradaudit[lora]'") from None
-    peft.inject_adapter_in_model(peft.LoraConfig(**how), module)
+    with global_stream(stream(seed, "lora"), torch.device("cpu")):  # a training that is recorded draws none of it
+        peft.inject_adapter_in_model(peft.LoraConfig(**how), module)
 
 
-def _add_saved(module: Any, folder: Path) -> None:
-    """Put an adapter that was trained elsewhere beside the matrices that its tensors name; see `add_adapters`."""
+def _add_saved(module: Any, folder: Path, left_out: tuple[str, ...]) -> None:
+    """Put an adapter that was trained elsewhere beside the matrices that its tensors name; see `add_adapters`.
+
+    Args:
+        module: the model.
+        folder: of the adapter.
+        left_out: what the names of blocks that are not loaded begin with.
+    """
     config = read_adapter_config(folder)
     with files.stored_tensors(folder / WEIGHTS) as file:
-        names = {name: _plain(name) for name in file.shapes}
+        every = {name: _plain(name) for name in file.shapes}
+        names = {name: plain for name, plain in every.items() if not plain.startswith(left_out)}
+        if every and not any(".lora_" in plain for plain in names.values()) and left_out:
+            raise BadInputError(f"the adapter in {folder} stands beside later blocks alone: ask for more with --blocks")
         stems = {p.partition(".lora_A.")[0]: file.shapes[n][0] for n, p in names.items() if ".lora_A." in p}
         matrices = {name.removesuffix(".weight"): p for name, p in module.named_parameters() if p.dim() == 2}
         if not stems or not stems.keys() <= matrices.keys():
@@ -120,7 +132,7 @@ def _add_saved(module: Any, folder: Path) -> None:
             if plain not in own or tuple(own[plain].shape) != file.shapes[name]:
                 raise BadInputError(f"the adapter in {folder} is of another base model: '{name}' does not fit it")
         with torch.no_grad():
-            for name, value in file.read(file.shapes).items():
+            for name, value in file.read(names).items():
                 own[names[name]].copy_(value)
 
 

@@ -75,7 +75,7 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TransformersModel(Model):
-    """BERT, RoBERTa, MPNet, GPT-2 and Llama from transformers, for classification or causal language modeling.
+    """A model of transformers of one of `FAMILIES`, for classification or causal language modeling.
 
     Functions take `params` by name (the model's own when None), so that attacks and local training never write into the
     module. Positions count from 0 for every family.
@@ -116,7 +116,9 @@ class TransformersModel(Model):
         self.vocabulary_size = int(config.vocab_size)
         probe = torch.zeros(1, dtype=torch.long)
         self.first_position_row = int(self.family.position_ids(probe)[0])
+        # within a sliding window a token sees all before it, as everywhere else here
         self.max_length = int(config.max_position_embeddings) - self.first_position_row
+        self.max_length = min(self.max_length, getattr(config, "sliding_window", None) or self.max_length)
         self.special = self._special_tokens()
 
     # parameters and roles
@@ -411,7 +413,8 @@ class TransformersModel(Model):
         bias = self._parameters.get(base + "bias")
         if bias is not None:
             out = out + (bias if view.rows is None else bias[view.rows[0] : view.rows[1]]).to(rows)
-        size = self.width // int(self.module.config.num_attention_heads)
+        config = self.module.config
+        size = getattr(config, "head_dim", None) or self.width // int(config.num_attention_heads)
         return out.view(len(rows), -1, size)
 
     # text

@@ -125,7 +125,7 @@ def _loaded(spec: ModelSpec, device: torch.device | None) -> TransformersModel:
     else:
         raise unknown_name("model", name, [*EMBEDDED, *(RANDOM + shape for shape in SHAPES)])
     if spec.lora is not None:
-        add_adapters(module, spec.lora, spec.seed)
+        add_adapters(module, spec.lora, spec.seed, depth)
     fit_in(module, spec.weights)
     if device is not None:
         module = module.to(device)
@@ -200,16 +200,18 @@ def head_classes(name: str) -> tuple[str, ...] | None:
 
 
 def whole_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters of a model by name, without its weights.
+    """Return the shapes of all parameters of a model by name, its adapters' too, without its weights.
 
     Args:
         spec: an embedded name, a folder or a hub id.
 
     Raises:
-        BadInputError: its configuration cannot be read.
+        BadInputError: its configuration cannot be read, or its adapters are of another model.
     """
     with broken_by(f"the configuration of model '{spec.name}'"):
         module = without_weights(spec)
+    if spec.lora is not None:
+        add_adapters(module, spec.lora, spec.seed)
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
@@ -261,7 +263,7 @@ def _check_family(spec: ModelSpec, model_type: str) -> None:
     family = family_of(spec.name, model_type)
     if spec.task == "causal-lm" and not family.causal:
         raise BadInputError(
-            f"model '{spec.name}' is an encoder ({model_type}); task 'causal-lm' needs a decoder (gpt2, llama)"
+            f"model '{spec.name}' is an encoder ({model_type}); task 'causal-lm' needs a decoder, as gpt2 or llama"
         )
 
 

@@ -132,8 +132,9 @@ def put_together(seen: Observation, words: Sequence[NamedWord], rng: torch.Gener
     if not found:
         return Reconstruction()
     read = named(seen, list(found), (), {})
-    # without labels, which tell that these are all, the directions alone prove them
-    plain = ("proven",) * len(found) if read.labels is None else read.certificates or ()
+    # without labels, which tell that these are all, the directions alone prove them, but not those of some blocks
+    alone = read.labels is None and seen.model.spec.loaded is None
+    plain = ("proven",) * len(found) if alone else read.certificates or ()
     size, lost = seen.knowledge.batch_size or len(found), seen.model.spec.task == "causal-lm"
     all_used = {word.token for word in words} <= {token for text in found for token in text}
     whole = all_used and len(found) <= size and not lost

@@ -77,7 +77,9 @@ def named(
     notes, details = list(notes), dict(details)
     labels, certificates = None, ("likely",) * len(sentences)
     one_gradient = seen.kind == "gradient" and seen.model.spec.task == "classification"
-    if one_gradient and sentences and len(sentences) == size:
+    if (loaded := seen.model.spec.loaded) is not None:  # a gradient needs the model's output
+        notes.append(f"likely and not proven: only the first {loaded} blocks of the model were loaded")
+    elif one_gradient and sentences and len(sentences) == size:
         told = explain(seen.model, sentences, matrices(seen, 2), 1 / size)
         details["unexplained"] = told.left
         if told.left < _LITTLE:
