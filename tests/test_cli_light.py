@@ -85,3 +85,16 @@ def test_threads_are_chosen(monkeypatch, threads: int):
         assert os.environ["OMP_NUM_THREADS"] == str(threads)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", [None, "ACTIVE"])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(own: str | None):
+    """On a busy machine threads that spin tripled the time of an attack; OpenMP reads this once, as torch is loaded."""
+    told = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    told |= {} if own is None else {"OMP_WAIT_POLICY": own}
+    look = (
+        "import os, sys; from gradaudit import cli; cli.choose_threads(None); "
+        "sys.exit(f\"{os.environ['OMP_WAIT_POLICY']} {'torch' in sys.modules}\")"
+    )
+    done = subprocess.run([sys.executable, "-c", look], env=told, capture_output=True, text=True, check=False)
+    assert done.stderr.split() == [own or "PASSIVE", "False"]

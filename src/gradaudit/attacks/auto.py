@@ -20,7 +20,7 @@ from gradaudit.defense_traits import Trait
 from gradaudit.errors import AuditError, BadInputError, BrokenDownError, NotSupportedError, unknown_name
 from gradaudit.leakage.explained import explained
 from gradaudit.models.base import Model
-from gradaudit.progress import TimeIsOverError, within
+from gradaudit.progress import StoppedError, TimeIsOverError, within
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -71,6 +71,7 @@ class Auto(Attack[Model]):
 
     Raises:
         BadInputError: an attack that is not in the suite, or no time.
+        StoppedError: Ctrl-C, with what was read until then.
     """
 
     name: ClassVar[str] = "auto"
@@ -132,6 +133,11 @@ class Auto(Attack[Model]):
                 refused += 1
                 said.append(f"{attack.name} ({error})")
                 continue
+            except KeyboardInterrupt:
+                if not answers:
+                    raise
+                told = f"auto tried: {'; '.join([*said, f'{attack.name} (stopped with Ctrl-C)'])}"
+                raise StoppedError(_together(answers, seen.knowledge.batch_size, told)) from None
             except (ModelChangedError, MemoryError):
                 raise
             except BaseException as error:  # one that breaks down takes nothing from the others
