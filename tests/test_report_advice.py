@@ -48,6 +48,13 @@ def test_flags_bring_what_to_do_about_them(flags, said) -> None:
     assert not any(said in step for step in steps([make_record()]))
 
 
+def test_what_an_attack_cannot_read_is_no_advice_where_another_read_it() -> None:
+    exact = {"sentences": (make_marks(exact=True),) * 2, "scores": dict.fromkeys(make_record().scores, 100.0)}
+    reads, blocked = make_record(attack="decode", **exact), make_record(attack="dager", flags=("dropout-not-modeled",))
+    assert any("reads dropout" in step for step in steps([blocked]))
+    assert not any("reads dropout" in step for step in steps([reads, blocked]))
+
+
 def test_no_audit_is_called_safe() -> None:
     assert "Do not report this as safe" in steps([make_record()])[0]
 
