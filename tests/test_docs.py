@@ -476,3 +476,12 @@ def test_files_that_pages_name_exist():
 
 def test_the_license_is_the_whole_apache_license():
     assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
+
+
+def test_the_readme_has_700_to_900_words():
+    """As a reader counts: prose, headings and tables; no code blocks, pictures, markup or where links lead."""
+    page = (ROOT / "README.md").read_text(encoding="utf8")
+    for markup, left in ((r"(?s)```.*?```", ""), (r"!\[.*?\]\(.*?\)", ""), (r"\[(.*?)\]\(.*?\)", r"\1")):
+        page = re.sub(markup, left, page)
+    words = [word for word in re.split(r"[\s|]+", page) if re.search(r"\w", word)]
+    assert 700 <= len(words) <= 900
