@@ -174,6 +174,14 @@ def test_ctrl_c_before_anything_was_read_is_ctrl_c(load, suite):
     assert not isinstance(stop.value, StoppedError)
 
 
+def test_the_first_that_can_read_it_is_tried_however_slow_the_machine_seems(load, suite, monkeypatch):
+    """On a busy machine `decode` was not: 36 gradients looked longer than two minutes, and nothing was found."""
+    monkeypatch.setattr(auto, "_seconds_of_a_gradient", lambda seen: 1e6)
+    found = suite(Knowing, Dear)(update(load), stream(0, "attack"))
+    assert found.by == "dear"
+    assert "dear (not tried" in notes(suite(Drawn, Dear)(update(load), stream(0, "attack")))
+
+
 def test_what_is_not_run_or_breaks_down_is_named_with_its_reason(load, suite):
     found = suite(Drawn, Broken, Panicking, Knowing)(update(load), stream(0, "attack"))
     assert "broken (broke down: ZeroDivisionError)" in notes(found)

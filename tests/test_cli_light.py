@@ -61,6 +61,14 @@ def test_the_shell_can_complete(monkeypatch):
     assert done.stdout.strip() == "sweep"
 
 
+def test_a_mistyped_command_is_answered_once(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradaudit", "runn"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("Did you mean 'run'?")) == (2, 1)
+
+
 def test_a_bug_is_told_from_an_inconclusive_run(monkeypatch, capsys):
     def broken(*args, **kwargs):
         raise ZeroDivisionError

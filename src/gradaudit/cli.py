@@ -64,6 +64,8 @@ class _WithHelp(typer.core.TyperCommand):
 _command = partial(app.command, cls=_WithHelp)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+_NOTES = 3
+"""Notes of attacks that `run` prints; records.jsonl has those of every batch."""
 _INTERRUPTED = 130
 """What typer returns after Ctrl-C in a command."""
 
@@ -241,6 +243,8 @@ def run(
         out.print(f"proven   {sum(r.proven for r in records)} of {sum(len(r.sentences) for r in records)} sentences")
         out.print(f"flags    {escape(', '.join(summary.flags) or 'none')}  (docs/flags.md)")
         _print_problems("failed", (r.error for r in records))
+        for note in list(dict.fromkeys(note for r in records for note in r.notes))[:_NOTES]:
+            out.print(f"[dim]{plain(note)}[/dim]")
     crossed = [str(t) for t in limits if t.crossed(summary)]
     if crossed:
         err.print(f"threshold crossed: {', '.join(crossed)}")
@@ -774,6 +778,8 @@ def main() -> NoReturn:
     except SystemExit as stop:  # whoever read the output went away: with 1, which says that a threshold was crossed
         code = ExitCode.INCONCLUSIVE if stop.code else 0
     except click.ClickException as problem:
+        if "Did you mean" in problem.message:  # typer says what was meant, and click from 8.4 on would again
+            setattr(problem, "possibilities", None)  # noqa: B010 - older ones have none
         problem.show()
     except BrokenDownError as problem:
         err.print(f"[red]inconclusive:[/red] {plain(str(problem))}")

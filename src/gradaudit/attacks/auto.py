@@ -65,9 +65,9 @@ class _Answer:
 class Auto(Attack[Model]):
     """Try a fixed suite of attacks, the cheapest first, within a time, and return the worst that they find together.
 
-    Where dropout is on, attacks that reckon with it go first. One that cannot read the update, or would not end within
-    the time, is named with the reason. The suite stops early where the whole batch is proven, or what was read explains
-    the whole update. What several attacks read is put together, the surest first.
+    Where dropout is on, attacks that reckon with it go first. The first that can read the update is always tried; one
+    that cannot, or would not end within the time, is named with the reason. The suite stops early where the whole batch
+    is proven, or what was read explains the whole update. What several attacks read is put together, the surest first.
 
     Raises:
         BadInputError: an attack that is not in the suite, or no time.
@@ -107,7 +107,7 @@ class Auto(Attack[Model]):
         seeds = dict(zip(SUITE, torch.randint(2**62, (len(SUITE),), generator=rng).tolist(), strict=True))
         answers: list[_Answer] = []
         said: list[str] = []
-        broken, refused, once = 0, 0, None
+        broken, refused, once, started = 0, 0, None, False
         for attack in self._ordered(seen):
             if answers and _is_whole(seen, answers):
                 said.append(f"{attack.name} (not needed)")
@@ -118,11 +118,12 @@ class Auto(Attack[Model]):
                 continue
             left = end - time.monotonic()
             dear = attack.gradient_evaluations(seen.knowledge.batch_size or 1, _tokens(seen))
-            if dear > 1:
+            if dear > 1 and started:  # a busy machine's gradients tell little: one attack is tried whatever they say
                 once = once or _seconds_of_a_gradient(seen)
                 if once * dear > left:
                     said.append(f"{attack.name} (not tried: more than the time that was left)")
                     continue
+            started = True
             try:
                 with within(left):
                     found = attack(seen, torch.Generator().manual_seed(seeds[attack.name]))

@@ -77,7 +77,8 @@ def next_steps(judged: Verdicts, summaries: Sequence[Summary], records: Sequence
         """Return whether a flag asks for something: not that of an attack beside which another read the setting."""
         return best.get(one.setting, one).attack == one.attack or judged.settings[one.setting].level == "not shown"
 
-    raised = {flag for one in (*summaries, *records) if counts(one) for flag in one.flags}
+    every: list[Summary | Record] = [*summaries, *records]
+    raised = {flag for one in every if counts(one) for flag in one.flags}
     return [*steps, *(step for name, step in _BY_FLAG.items() if name in raised), REPEAT]
 
 
