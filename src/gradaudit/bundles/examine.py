@@ -221,7 +221,9 @@ def _unread_dropout(attack: str, reckons: bool, known: Knowledge) -> tuple[str, 
     """Return the note that dropout was on where an attack does not reckon with it; else nothing."""
     if not known.dropout or reckons:
         return ()
-    said = f"dropout was on, which '{attack}' does not reckon with: its finding little is no sign of safety"
+    said = (
+        f"dropout was on, and '{attack}' assumes that it is off: that it finds little does not mean that this is safe"
+    )
     return (f"{said}; try --attack {WITH_DROPOUT}",)
 
 
