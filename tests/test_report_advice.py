@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from gradaudit.case import load_case
 from gradaudit.metrics.summary import summarize
 from gradaudit.record import WordScores
 from gradaudit.report import advice, sections
@@ -55,8 +59,14 @@ def test_what_an_attack_cannot_read_is_no_advice_where_another_read_it() -> None
     assert not any("reads dropout" in step for step in steps([reads, blocked]))
 
 
-def test_no_audit_is_called_safe() -> None:
-    assert "Do not report this as safe" in steps([make_record()])[0]
+def test_no_audit_is_called_safe_and_what_is_advised_can_be_done(tmp_path: Path) -> None:
+    told = steps([make_record()])[0]
+    assert "Do not report this as safe" in told
+    case = tmp_path / "case.toml"
+    case.write_text('[attack]\nname = "tag"\nsteps = 5\n', encoding="utf8")
+    option = re.search(r"--set '(.+?)'", told)
+    assert option is not None
+    assert load_case(case, [option[1]]).attack == {"name": "auto", "budget": 1200}
 
 
 def test_the_card_shows_the_sentence_that_was_read_best_and_hides_its_words() -> None:

@@ -221,9 +221,7 @@ def _unread_dropout(attack: str, reckons: bool, known: Knowledge) -> tuple[str, 
     """Return the note that dropout was on where an attack does not reckon with it; else nothing."""
     if not known.dropout or reckons:
         return ()
-    said = (
-        f"dropout was on, and '{attack}' assumes that it is off: that it finds little does not mean that this is safe"
-    )
+    said = f"dropout was on, and '{attack}' assumes that it is off: finding little does not mean that this is safe"
     return (f"{said}; try --attack {WITH_DROPOUT}",)
 
 

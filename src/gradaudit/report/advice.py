@@ -21,7 +21,8 @@ _BY_LEVEL: Mapping[str, tuple[str, ...]] = {
         "docs/defenses.md says what each promises.",
     ),
     "not shown": (
-        "Do not report this as safe. Try more time (--set attack.budget=1200), smaller batches and more of them.",
+        "Do not report this as safe. Try several attacks with more time "
+        "(--set 'attack={name=\"auto\", budget=1200}'), smaller batches and more of them.",
         "A defense with a stated epsilon bounds attacks to come as well: “gradaudit claims” checks it.",
     ),
     "inconclusive": (
