@@ -485,3 +485,10 @@ def test_the_readme_has_700_to_900_words():
         page = re.sub(markup, left, page)
     words = [word for word in re.split(r"[\s|]+", page) if re.search(r"\w", word)]
     assert 700 <= len(words) <= 900
+
+
+def test_every_table_of_results_is_linked_from_a_page():
+    folder = ROOT / "benchmarks/results"
+    links = [(one, to) for one in PAGES for to in re.findall(r"\]\(([^)#\s]+)", prose(one.read_text("utf8")))]
+    linked = {(one.parent / to).resolve() for one, to in links}
+    assert {one.relative_to(folder) for one in folder.rglob("*.md") if one.resolve() not in linked} == set()
