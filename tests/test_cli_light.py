@@ -95,6 +95,14 @@ def test_threads_are_chosen(monkeypatch, threads: int):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("name", "policy"), [("run", "PASSIVE"), ("attack", "PASSIVE"), ("capture", "None")])
+def test_from_python_what_attacks_lets_threads_sleep_and_what_records_changes_nothing(name: str, policy: str):
+    told = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    look = f"import os, gradaudit; gradaudit.{name}; print(os.environ.get('OMP_WAIT_POLICY'))"
+    done = subprocess.run([sys.executable, "-c", look], env=told, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [policy]
+
+
 @pytest.mark.parametrize("own", [None, "ACTIVE"])
 def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(own: str | None):
     """On a busy machine threads that spin tripled the time of an attack; OpenMP reads this once, as torch is loaded."""
