@@ -20,6 +20,7 @@ html_theme_options = {
     "page_width": "1080px",
 }
 html_show_sourcelink = False
+html_show_copyright = False
 suppress_warnings = [
     "myst.header",  # tables of results begin with a second-level heading
     "misc.highlighting_failure",  # TOML blocks with an ellipsis

@@ -17,7 +17,7 @@ from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, BrokenDownError, NotSupportedError
-from gradaudit.progress import step
+from gradaudit.progress import StoppedError, step
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining, Reconstruction
@@ -96,13 +96,24 @@ class Dear(Drawn):
         return 10**9
 
 
+@dataclass(frozen=True)
+class Stopping(Attack):
+    """The user presses Ctrl-C while it runs."""
+
+    name: ClassVar[str] = "stopping"
+    source: ClassVar[str] = "tests"
+
+    def run(self, seen, rng):
+        raise KeyboardInterrupt
+
+
 @pytest.fixture
 def suite(monkeypatch):
     """Put other attacks in the suite's place, and return what makes `auto` of them."""
 
     def put(*attacks: type[Attack[Any]], **fields: Any) -> Auto:
         monkeypatch.setattr(
-            auto, "SUITE", {cls.name: cls for cls in (Drawn, Broken, Panicking, Knowing, Dear, Endless)}
+            auto, "SUITE", {cls.name: cls for cls in (Drawn, Broken, Panicking, Knowing, Stopping, Dear, Endless)}
         )
         return Auto(suite=tuple(cls.name for cls in attacks), **fields)
 
@@ -142,6 +153,33 @@ def test_time_ends_what_runs_and_loses_nothing_that_was_read(load, suite):
     assert notes(found).endswith("dear (not tried: more than the time that was left); endless (ended by the budget)")
     assert found.by == "drawn"
     assert found.sequences == suite(Drawn)(seen, stream(0, "attack")).sequences, "whatever else was tried"
+
+
+def test_ctrl_c_leaves_what_was_read_before_it(load, suite):
+    seen = update(load)
+    before = seen.model.parameters()
+    with pytest.raises(KeyboardInterrupt) as stop:
+        suite(Drawn, Broken, Stopping, Dear)(seen, stream(0, "attack"))
+    assert isinstance(stop.value, StoppedError)
+    found = stop.value.found
+    assert found.sequences == suite(Drawn)(seen, stream(0, "attack")).sequences
+    assert found.by == "drawn"
+    assert notes(found).endswith("broken (broke down: ZeroDivisionError); stopping (stopped with Ctrl-C)")
+    assert all(torch.equal(before[name], now) for name, now in seen.model.parameters().items())
+
+
+def test_ctrl_c_before_anything_was_read_is_ctrl_c(load, suite):
+    with pytest.raises(KeyboardInterrupt) as stop:
+        suite(Broken, Stopping)(update(load), stream(0, "attack"))
+    assert not isinstance(stop.value, StoppedError)
+
+
+def test_the_first_that_can_read_it_is_tried_however_slow_the_machine_seems(load, suite, monkeypatch):
+    """On a busy machine `decode` was not: 36 gradients looked longer than two minutes, and nothing was found."""
+    monkeypatch.setattr(auto, "_seconds_of_a_gradient", lambda seen: 1e6)
+    found = suite(Knowing, Dear)(update(load), stream(0, "attack"))
+    assert found.by == "dear"
+    assert "dear (not tried" in notes(suite(Drawn, Dear)(update(load), stream(0, "attack")))
 
 
 def test_what_is_not_run_or_breaks_down_is_named_with_its_reason(load, suite):

@@ -16,7 +16,13 @@ from gradaudit.case import parse_case
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
-NEEDS = {"curves": "matplotlib", "real_updates_figures": "matplotlib", "vision": "pyarrow", "picture_grid": "pyarrow"}
+NEEDS = {
+    "curves": "matplotlib",
+    "exact_decoding_figures": "matplotlib",
+    "real_updates_figures": "matplotlib",
+    "vision": "pyarrow",
+    "picture_grid": "pyarrow",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +38,17 @@ def importable() -> Iterator[None]:
 @pytest.fixture
 def grid() -> ModuleType:
     return importlib.import_module("grid")
+
+
+def test_the_docs_frontiers_are_drawn_from_their_table_and_say_which_decode_was_measured():
+    figures = importlib.import_module("frontier_figures")
+    found = figures.frontiers(figures.TABLE.read_text(encoding="utf8"))
+    assert [len(one.points) for one in found] == [33, 33]
+    assert [one.chosen and one.chosen.client for one in found] == [None, "clip norm=1.0; gaussian sigma=0.001"]
+    for one in found:
+        held = (FOLDER.parent / "docs" / figures.DRAWN[one.batch_size]).read_text(encoding="utf8")
+        assert held == figures.drawing_alone(one, figures.NOTE)
+        assert "earlier decode" in held
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -320,6 +320,14 @@ def test_help_shows_tables_in_brackets(gradaudit, command, said):
     assert (code, said in out) == (0, True), out
 
 
+def test_bars_say_how_long_it_still_takes():
+    told = io.StringIO()
+    with terminal.progress_bars(Console(file=told, force_terminal=True, width=120)):
+        for done in range(4):
+            step("batches", done, 100)
+    assert "left:" in told.getvalue()
+
+
 def test_where_nobody_sees_bars_progress_is_a_line_now_and_then(monkeypatch):
     told = io.StringIO()
     monkeypatch.setattr(terminal, "_LINE_EVERY", 0.0)

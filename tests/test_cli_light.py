@@ -61,6 +61,14 @@ def test_the_shell_can_complete(monkeypatch):
     assert done.stdout.strip() == "sweep"
 
 
+def test_a_mistyped_command_is_answered_once(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradaudit", "runn"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("Did you mean 'run'?")) == (2, 1)
+
+
 def test_a_bug_is_told_from_an_inconclusive_run(monkeypatch, capsys):
     def broken(*args, **kwargs):
         raise ZeroDivisionError
@@ -85,3 +93,24 @@ def test_threads_are_chosen(monkeypatch, threads: int):
         assert os.environ["OMP_NUM_THREADS"] == str(threads)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("run", "PASSIVE"), ("attack", "PASSIVE"), ("capture", "None")])
+def test_from_python_what_attacks_lets_threads_sleep_and_what_records_changes_nothing(name: str, policy: str):
+    told = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    look = f"import os, gradaudit; gradaudit.{name}; print(os.environ.get('OMP_WAIT_POLICY'))"
+    done = subprocess.run([sys.executable, "-c", look], env=told, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [policy]
+
+
+@pytest.mark.parametrize("own", [None, "ACTIVE"])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(own: str | None):
+    """On a busy machine threads that spin tripled the time of an attack; OpenMP reads this once, as torch is loaded."""
+    told = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    told |= {} if own is None else {"OMP_WAIT_POLICY": own}
+    look = (
+        "import os, sys; from gradaudit import cli; cli.choose_threads(None); "
+        "sys.exit(f\"{os.environ['OMP_WAIT_POLICY']} {'torch' in sys.modules}\")"
+    )
+    done = subprocess.run([sys.executable, "-c", look], env=told, capture_output=True, text=True, check=False)
+    assert done.stderr.split() == [own or "PASSIVE", "False"]

@@ -476,3 +476,19 @@ def test_files_that_pages_name_exist():
 
 def test_the_license_is_the_whole_apache_license():
     assert hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest() == APACHE_2
+
+
+def test_the_readme_has_700_to_900_words():
+    """As a reader counts: prose, headings and tables; no code blocks, pictures, markup or where links lead."""
+    page = (ROOT / "README.md").read_text(encoding="utf8")
+    for markup, left in ((r"(?s)```.*?```", ""), (r"!\[.*?\]\(.*?\)", ""), (r"\[(.*?)\]\(.*?\)", r"\1")):
+        page = re.sub(markup, left, page)
+    words = [word for word in re.split(r"[\s|]+", page) if re.search(r"\w", word)]
+    assert 700 <= len(words) <= 900
+
+
+def test_every_table_of_results_is_linked_from_a_page():
+    folder = ROOT / "benchmarks/results"
+    links = [(one, to) for one in PAGES for to in re.findall(r"\]\(([^)#\s]+)", prose(one.read_text("utf8")))]
+    linked = {(one.parent / to).resolve() for one, to in links}
+    assert {one.relative_to(folder) for one in folder.rglob("*.md") if one.resolve() not in linked} == set()

@@ -89,14 +89,14 @@ def test_of_what_tells_no_more_than_blind_the_most_useful_is_taken():
 def test_where_nothing_stops_the_attacks_nothing_is_recommended():
     (found,) = frontiers([result(None, 90, 70), result(1e-3, 30, 50)])
     assert found.chosen is None
-    assert "None of these stops the attacks" in found.reason
+    assert "No setting blocks every attack" in found.reason
     assert "30.0 ROUGE-L by 'dager'" in found.reason
 
 
 def test_what_stops_the_attacks_and_learns_nothing_is_not_recommended():
     (found,) = frontiers([result(None, 90, 70), result(10.0, 5, 3)])
     assert found.chosen is None
-    assert "stops the attacks and learns" in found.reason
+    assert "No setting is both private and useful" in found.reason
 
 
 def test_a_lower_bound_is_recommended_last_and_said_to_be_one():

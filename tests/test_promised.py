@@ -70,7 +70,7 @@ def test_dp_sgd_has_the_epsilon_of_the_claims_check(noise, steps):
     expected = claimed(
         mechanism="dp-sgd", noise_multiplier=noise, batch_size=4, steps=steps, sampling="shuffled", neighbors="replace"
     )
-    assert f"psilon {number(expected)} for one sentence" in found
+    assert f"psilon {number(expected)} for one example" in found
     assert found.startswith("Little") == (expected > 10)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from gradaudit.case import load_case
 from gradaudit.metrics.summary import summarize
 from gradaudit.record import WordScores
 from gradaudit.report import advice, sections
@@ -48,8 +52,21 @@ def test_flags_bring_what_to_do_about_them(flags, said) -> None:
     assert not any(said in step for step in steps([make_record()]))
 
 
-def test_no_audit_is_called_safe() -> None:
-    assert "Do not report this as safe" in steps([make_record()])[0]
+def test_what_an_attack_cannot_read_is_no_advice_where_another_read_it() -> None:
+    exact = {"sentences": (make_marks(exact=True),) * 2, "scores": dict.fromkeys(make_record().scores, 100.0)}
+    reads, blocked = make_record(attack="decode", **exact), make_record(attack="dager", flags=("dropout-not-modeled",))
+    assert any("reads dropout" in step for step in steps([blocked]))
+    assert not any("reads dropout" in step for step in steps([reads, blocked]))
+
+
+def test_no_audit_is_called_safe_and_what_is_advised_can_be_done(tmp_path: Path) -> None:
+    told = steps([make_record()])[0]
+    assert "Do not report this as safe" in told
+    case = tmp_path / "case.toml"
+    case.write_text('[attack]\nname = "tag"\nsteps = 5\n', encoding="utf8")
+    option = re.search(r"--set '(.+?)'", told)
+    assert option is not None
+    assert load_case(case, [option[1]]).attack == {"name": "auto", "budget": 1200}
 
 
 def test_the_card_shows_the_sentence_that_was_read_best_and_hides_its_words() -> None:

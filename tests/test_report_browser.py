@@ -98,6 +98,17 @@ def test_nothing_overflows_sideways(browse: Browse, report: Path, tmp_path: Path
     assert not wide, f"these reach past the edge: {wide}"
 
 
+def test_a_desktop_shows_whole_tables_and_the_sentence_beside_the_verdict(
+    browse: Browse, report: Path, tmp_path: Path
+) -> None:
+    wrapper = tmp_path / "wrapper.html"
+    wrapper.write_text(_WRAPPER % {"page": report.name, "width": 1180}, encoding="utf8")
+    told = browse(wrapper, "--allow-file-access-from-files", "--virtual-time-budget=5000", "--dump-dom")
+    found = re.search(r"cut (\d+) beside (true|false)", told)
+    assert found is not None, told[-1500:]
+    assert found.groups() == ("0", "true"), "pixels of the scores' table that are cut off; sentence beside the verdict"
+
+
 def test_hostile_words_stay_text(browse: Browse, report: Path) -> None:
     dom = browse(report, "--dump-dom")
     assert "<script" not in dom.lower()
@@ -120,9 +131,12 @@ document.getElementById("page").addEventListener("load", (event) => {
   const inside = event.target.contentDocument, root = inside.documentElement;
   const wide = [...inside.querySelectorAll("body *")].filter((node) =>
     !node.closest(".scroll *, .vh, svg *") && node.getBoundingClientRect().right > root.clientWidth + 1);
+  const scores = inside.querySelector(".scroll:has(> .results)"), cut = scores.scrollWidth - scores.clientWidth;
+  const [said, shown] = [".verdict .sentence", ".verdict .evidence"].map((one) => inside.querySelector(one));
+  const beside = shown.getBoundingClientRect().left > said.getBoundingClientRect().right;
   const names = wide.slice(0, 8).map((node) => node.tagName + "." + node.className).join(" ");
   document.getElementById("told").textContent =
-    `measured ${root.scrollWidth} ${root.clientWidth} wide:[${names}]`;
+    `measured ${root.scrollWidth} ${root.clientWidth} wide:[${names}]` + ` cut ${cut} beside ${beside}`;
 });
 </script>
 """

@@ -11,6 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 import gradaudit.bundles.examine
+from gradaudit.attacks import auto
+from gradaudit.attacks.auto import Auto
+from gradaudit.attacks.dager import Dager
+from gradaudit.attacks.decode import Decode
 from gradaudit.bundles import bundle
 from gradaudit.bundles.examine import Examination, examine
 from gradaudit.bundles.rounds import examine_rounds, joined
@@ -18,6 +22,7 @@ from gradaudit.cli import app
 from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of
 from gradaudit.errors import BadInputError
+from gradaudit.progress import StoppedError
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given, Knowledge
@@ -160,6 +165,40 @@ def test_what_was_read_before_a_stop_is_kept():
         assert {s.text for s in found.sentences} == texts
         assert len(found.rounds) == 2
     assert not examine_rounds(folders, partial(one, "nowhere")).interrupted
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_a_stopped_round_had_read_is_kept(at: int):
+    folders = [Path("a"), Path("b")]
+
+    def one(folder: Path, known) -> Examination:
+        if folder == folders[at]:
+            raise StoppedError(read(((7,),), ("c",), 1))
+        return read(((5,),), ("b",), 1)
+
+    found = examine_rounds(folders, one)
+    assert found.interrupted
+    assert {s.text for s in found.sentences} == ({"c"} if at == 0 else {"b", "c"})
+    assert len(found.rounds) == 2
+
+
+def test_ctrl_c_prints_what_auto_had_read_and_is_inconclusive(two_rounds, monkeypatch):
+    texts, folders = two_rounds
+
+    def stopped(self, seen, rng):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Decode, "run", stopped)
+    alone = RUN.invoke(app, ["attack", str(folders[0])])
+    assert alone.exit_code == 3
+    assert "nothing is known" in alone.stderr
+    monkeypatch.setattr(Auto, "_ordered", lambda self, seen: [Dager(), Decode()])
+    monkeypatch.setattr(auto, "_is_whole", lambda seen, answers: False)
+    told = RUN.invoke(app, ["attack", str(folders[0])])
+    assert told.exit_code == 3
+    assert "decode (stopped with Ctrl-C)" in " ".join(told.stdout.split())
+    assert "interrupted; above is what was read until then" in told.stderr
+    assert all(text in told.stdout for text in texts[:3])
 
 
 def test_the_command_prints_what_was_read_before_a_stop_and_is_inconclusive(two_rounds, monkeypatch):

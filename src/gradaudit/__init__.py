@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from gradaudit.bundles.capture import capture
 
 _PLACES = {"attack": "api.calls", "bundle": "bundles.between", "capture": "bundles.capture", "run": "api.calls"}
+_ATTACKING = frozenset({"attack", "run"})
+"""What computes for long: its threads sleep while they wait, where torch is not imported yet. The others record the
+user's own training, and leave it as it is."""
 
 
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: only when one of these is really used
+    if name in _ATTACKING:
+        import_module("gradaudit.machine").choose_threads(None)
     if name in _PLACES:
         return getattr(import_module(f"gradaudit.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'gradaudit' has no attribute '{name}'")

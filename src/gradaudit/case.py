@@ -328,7 +328,7 @@ def load_case(path: Path, settings: Sequence[str] = ()) -> Case:
 def case_data(path: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a TOML file holds, with `--set` overrides applied; see `load_case`."""
     if not path.is_file():
-        raise BadInputError(f"no such case file: {path}")
+        raise BadInputError(f"no such case file: {path}; 'gradaudit init' writes one")
     data = read_toml(path)
     if not data:
         raise BadInputError(f"{path} is empty; 'gradaudit show case example' prints one to start from")

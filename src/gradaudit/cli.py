@@ -29,7 +29,7 @@ from rich.markup import escape
 from gradaudit import __version__
 from gradaudit.errors import AuditError, BadInputError, BrokenDownError, ExitCode, NotSupportedError
 from gradaudit.machine import choose_threads, ready_process
-from gradaudit.progress import step
+from gradaudit.progress import StoppedError, step
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +64,8 @@ class _WithHelp(typer.core.TyperCommand):
 _command = partial(app.command, cls=_WithHelp)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+_NOTES = 3
+"""Notes of attacks that `run` prints; records.jsonl has those of every batch."""
 _INTERRUPTED = 130
 """What typer returns after Ctrl-C in a command."""
 
@@ -96,7 +98,7 @@ def demo(
         bool, typer.Option("--vision", help="Digits and a small network in place of text (extra: vision).")
     ] = False,
 ) -> None:
-    """Audit a real model's update on embedded sentences and show what leaks (two minutes)."""
+    """Audit a real model's update on embedded sentences and show what leaks (a minute on two cores)."""
     from gradaudit.audit.info import RECORDS
     from gradaudit.demo import IMAGE_COUNT, run_demo
     from gradaudit.metrics.summary import summarize
@@ -241,6 +243,8 @@ def run(
         out.print(f"proven   {sum(r.proven for r in records)} of {sum(len(r.sentences) for r in records)} sentences")
         out.print(f"flags    {escape(', '.join(summary.flags) or 'none')}  (docs/flags.md)")
         _print_problems("failed", (r.error for r in records))
+        for note in list(dict.fromkeys(note for r in records for note in r.notes))[:_NOTES]:
+            out.print(f"[dim]{plain(note)}[/dim]")
     crossed = [str(t) for t in limits if t.crossed(summary)]
     if crossed:
         err.print(f"threshold crossed: {', '.join(crossed)}")
@@ -278,7 +282,7 @@ def attack(
     """Attack update bundles that you are entitled to examine; no truth is needed."""
     from gradaudit.bundles.checkpoints import refuse_checkpoints
     from gradaudit.bundles.examine import Examination, examine
-    from gradaudit.bundles.rounds import examine_rounds, save_rounds
+    from gradaudit.bundles.rounds import Rounds, examine_rounds, save_rounds
     from gradaudit.data.png import room_for_pictures
     from gradaudit.leakage.matching.compiled import compiling
     from gradaudit.report.terminal import print_examination, print_rounds, progress_bars
@@ -293,8 +297,16 @@ def attack(
     def one(folder: Path, known: tuple[tuple[int, ...], ...] = ()) -> Examination:
         return examine(folder, name, set_, selection, model, seed, place, blocks, known)
 
+    found: Examination | Rounds
+    stopped = False
     with progress_bars(err, quiet=as_json), compiling(compile_):
-        found = one(bundles[0]) if len(bundles) == 1 else examine_rounds(bundles, one)
+        try:
+            found = one(bundles[0]) if len(bundles) == 1 else examine_rounds(bundles, one)
+        except StoppedError as stop:
+            found, stopped = stop.found, True
+        except KeyboardInterrupt:
+            raise _inconclusive("interrupted before an attack had ended, so that nothing is known") from None
+    stopped = stopped or (isinstance(found, Rounds) and found.interrupted)
     if as_json:
         _print_json(found.as_json())
     elif isinstance(found, Examination):
@@ -306,7 +318,7 @@ def attack(
         err.print(f"{pictures} images written to {escape(str(save))}")
     elif pictures:
         err.print("--save FOLDER writes the images as PNG")
-    if not isinstance(found, Examination) and found.interrupted:
+    if stopped:
         err.print("interrupted; above is what was read until then")
         raise typer.Exit(ExitCode.INCONCLUSIVE)
     if not isinstance(found, Examination) and found.failed:
@@ -766,6 +778,8 @@ def main() -> NoReturn:
     except SystemExit as stop:  # whoever read the output went away: with 1, which says that a threshold was crossed
         code = ExitCode.INCONCLUSIVE if stop.code else 0
     except click.ClickException as problem:
+        if "Did you mean" in problem.message:  # typer says what was meant, and click from 8.4 on would again
+            setattr(problem, "possibilities", None)  # noqa: B010 - older ones have none
         problem.show()
     except BrokenDownError as problem:
         err.print(f"[red]inconclusive:[/red] {plain(str(problem))}")

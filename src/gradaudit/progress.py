@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Sink = Callable[[str, int, int | None], None]
 """Called with (what is being done, steps done, steps in all or None)."""
@@ -28,6 +28,18 @@ def shown_by(sink: Sink) -> Iterator[None]:
 
 class TimeIsOverError(Exception):
     """Work was ended because its time is over; of what it did nothing is known."""
+
+
+class StoppedError(KeyboardInterrupt):
+    """Ctrl-C in work that has something to show already.
+
+    Args:
+        found: what it has.
+    """
+
+    def __init__(self, found: Any) -> None:
+        super().__init__("stopped with Ctrl-C")
+        self.found = found
 
 
 @contextmanager

@@ -61,7 +61,10 @@ def run(
     return Outcome(
         attack=readers(records),
         verdict=verdict(summarize(records), records).sentence,
-        notes=tuple(sorted({record.error for record in records if record.error})),
+        notes=(
+            *sorted({record.error for record in records if record.error}),
+            *dict.fromkeys(note for record in records for note in record.notes),
+        ),
         folder=folder,
         table=tuple(row for record in records for row in _judged(record, private.get(record.batch))),
     )

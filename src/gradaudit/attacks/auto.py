@@ -20,7 +20,7 @@ from gradaudit.defense_traits import Trait
 from gradaudit.errors import AuditError, BadInputError, BrokenDownError, NotSupportedError, unknown_name
 from gradaudit.leakage.explained import explained
 from gradaudit.models.base import Model
-from gradaudit.progress import TimeIsOverError, within
+from gradaudit.progress import StoppedError, TimeIsOverError, within
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -65,12 +65,13 @@ class _Answer:
 class Auto(Attack[Model]):
     """Try a fixed suite of attacks, the cheapest first, within a time, and return the worst that they find together.
 
-    Where dropout is on, attacks that reckon with it go first. One that cannot read the update, or would not end within
-    the time, is named with the reason. The suite stops early where the whole batch is proven, or what was read explains
-    the whole update. What several attacks read is put together, the surest first.
+    Where dropout is on, attacks that reckon with it go first. The first that can read the update is always tried; one
+    that cannot, or would not end within the time, is named with the reason. The suite stops early where the whole batch
+    is proven, or what was read explains the whole update. What several attacks read is put together, the surest first.
 
     Raises:
         BadInputError: an attack that is not in the suite, or no time.
+        StoppedError: Ctrl-C, with what was read until then.
     """
 
     name: ClassVar[str] = "auto"
@@ -106,7 +107,7 @@ class Auto(Attack[Model]):
         seeds = dict(zip(SUITE, torch.randint(2**62, (len(SUITE),), generator=rng).tolist(), strict=True))
         answers: list[_Answer] = []
         said: list[str] = []
-        broken, refused, once = 0, 0, None
+        broken, refused, once, started = 0, 0, None, False
         for attack in self._ordered(seen):
             if answers and _is_whole(seen, answers):
                 said.append(f"{attack.name} (not needed)")
@@ -117,11 +118,12 @@ class Auto(Attack[Model]):
                 continue
             left = end - time.monotonic()
             dear = attack.gradient_evaluations(seen.knowledge.batch_size or 1, _tokens(seen))
-            if dear > 1:
+            if dear > 1 and started:  # a busy machine's gradients tell little: one attack is tried whatever they say
                 once = once or _seconds_of_a_gradient(seen)
                 if once * dear > left:
                     said.append(f"{attack.name} (not tried: more than the time that was left)")
                     continue
+            started = True
             try:
                 with within(left):
                     found = attack(seen, torch.Generator().manual_seed(seeds[attack.name]))
@@ -132,6 +134,11 @@ class Auto(Attack[Model]):
                 refused += 1
                 said.append(f"{attack.name} ({error})")
                 continue
+            except KeyboardInterrupt:
+                if not answers:
+                    raise
+                told = f"auto tried: {'; '.join([*said, f'{attack.name} (stopped with Ctrl-C)'])}"
+                raise StoppedError(_together(answers, seen.knowledge.batch_size, told)) from None
             except (ModelChangedError, MemoryError):
                 raise
             except BaseException as error:  # one that breaks down takes nothing from the others

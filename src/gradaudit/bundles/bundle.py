@@ -212,7 +212,7 @@ def read_manifest(folder: Path) -> BundleManifest:
     if folder.is_file():
         raise BadInputError(f"{folder} is a file; name the folder of a bundle (see gradaudit.capture)")
     if not folder.is_dir():
-        raise BadInputError(f"no such bundle folder: {folder}")
+        raise BadInputError(f"no such bundle folder: {folder}; gradaudit.capture and 'gradaudit bundle' make one")
     path = folder / MANIFEST
     if not path.is_file():
         raise BadInputError(f"{folder} is not an update bundle: it has no {MANIFEST} (see gradaudit.capture)")

@@ -17,6 +17,7 @@ from gradaudit.data.png import png
 from gradaudit.errors import AuditError, BadInputError, BrokenDownError, NotSupportedError
 from gradaudit.models.base import TextModel
 from gradaudit.models.images import ImageModel
+from gradaudit.progress import StoppedError
 from gradaudit.registry import build
 from gradaudit.selection import Selection
 from gradaudit.streams import stream
@@ -163,6 +164,7 @@ def examine(
         BadInputError: anything about the bundle or the names that does not fit, before any attack starts.
         NotSupportedError: the update is behind a defense to which the attack has no counter.
         BrokenDownError: the attack ended in an error of its own.
+        StoppedError: Ctrl-C, with the examination of what was read until then.
     """
     attack = attack or USUAL_ATTACK
     built = set_up(attack, settings)
@@ -176,16 +178,18 @@ def examine(
             f"{able(told, bundle.model, size)}"
         )
     given = (f"{len(known)} sentences read from other rounds were given to the attacker",) if known else ()
-    began = time.perf_counter()
+    began, stopped = time.perf_counter(), False
     try:
         found = built(seen, stream(seed, "attack", 0))
+    except StoppedError as stop:
+        found, stopped = stop.found, True
     except (AuditError, MemoryError, ModelChangedError):
         raise
     except Exception as problem:  # as of a batch of `run`: whatever a strange update does to an attack
         said = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"
         raise BrokenDownError(f"attack '{attack}' broke down ({said}), which is no sign of safety") from problem
     seconds = time.perf_counter() - began
-    return Examination(
+    read = Examination(
         attack=attack,
         model=bundle.model.spec.title,
         knowledge=seen.knowledge,
@@ -201,6 +205,9 @@ def examine(
         words=_named(bundle.model, found),
         by=found.by,
     )
+    if stopped:
+        raise StoppedError(read)
+    return read
 
 
 def _named(model: object, found: Reconstruction) -> tuple[ShownWord, ...] | None:
@@ -214,7 +221,7 @@ def _unread_dropout(attack: str, reckons: bool, known: Knowledge) -> tuple[str, 
     """Return the note that dropout was on where an attack does not reckon with it; else nothing."""
     if not known.dropout or reckons:
         return ()
-    said = f"dropout was on, which '{attack}' does not reckon with: its finding little is no sign of safety"
+    said = f"dropout was on, and '{attack}' assumes that it is off: finding little does not mean that this is safe"
     return (f"{said}; try --attack {WITH_DROPOUT}",)
 
 

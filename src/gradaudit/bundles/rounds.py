@@ -12,6 +12,7 @@ from typing import Any
 from gradaudit.bundles.examine import Examination
 from gradaudit.data.png import save_pictures
 from gradaudit.errors import AuditError
+from gradaudit.progress import StoppedError
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def examine_rounds(folders: Sequence[Path], one: One) -> Rounds:
             if isinstance(first, AuditError) and not any(isinstance(r, Examination) for r in rounds):
                 raise first
         _again(folders, rounds, one)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, StoppedError) and len(rounds) < len(folders):
+            rounds.append(stop.found)
         if not any(isinstance(r, Examination) for r in rounds):
             raise
         stopped = AuditError("not attacked: stopped with Ctrl-C")

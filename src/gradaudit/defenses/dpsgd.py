@@ -44,7 +44,7 @@ class DPSGD(ExampleDefense):
         if not self.noise_multiplier:
             return Noise(without="gradients are clipped, and no noise is added to them")
         # no gain by sampling: which sentences are in the update is what is asked; one replaced moves a sum by 2 C
-        return Noise(self.noise_multiplier, 2.0, "one sentence", steps)
+        return Noise(self.noise_multiplier, 2.0, "one example", steps)
 
     def deviation(self, sent: Tensor, examples: int | None) -> float | None:
         return self.noise_multiplier * self.clip / examples if self.noise_multiplier and examples else None

@@ -21,7 +21,8 @@ _BY_LEVEL: Mapping[str, tuple[str, ...]] = {
         "docs/defenses.md says what each promises.",
     ),
     "not shown": (
-        "Do not report this as safe. Try more time (--set attack.budget=1200), smaller batches and more of them.",
+        "Do not report this as safe. Try several attacks with more time "
+        "(--set 'attack={name=\"auto\", budget=1200}'), smaller batches and more of them.",
         "A defense with a stated epsilon bounds attacks to come as well: “gradaudit claims” checks it.",
     ),
     "inconclusive": (
@@ -71,7 +72,14 @@ def next_steps(judged: Verdicts, summaries: Sequence[Summary], records: Sequence
     steps = list(_BY_LEVEL[judged.overall.level])
     if (least := _least(judged, summaries, records)) is not None:
         steps.insert(1, least)
-    raised = {flag for one in summaries for flag in one.flags} | {flag for one in records for flag in one.flags}
+    best = _strongest(summaries)
+
+    def counts(one: Summary | Record) -> bool:
+        """Return whether a flag asks for something: not that of an attack beside which another read the setting."""
+        return best.get(one.setting, one).attack == one.attack or judged.settings[one.setting].level == "not shown"
+
+    every: list[Summary | Record] = [*summaries, *records]
+    raised = {flag for one in every if counts(one) for flag in one.flags}
     return [*steps, *(step for name, step in _BY_FLAG.items() if name in raised), REPEAT]
 
 
@@ -80,10 +88,7 @@ def _least(judged: Verdicts, summaries: Sequence[Summary], records: Sequence[Rec
 
     A setting that leaks in part is none to advise: its words may all be there where no sentence is.
     """
-    best: dict[str, Summary] = {}
-    for one in summaries:
-        if one.attack != BLIND and strength(one) >= strength(best.get(one.setting, one)):
-            best[one.setting] = one
+    best = _strongest(summaries)
     if judged.overall.level not in ("leaks", "partly") or len(best) < 2:
         return None
     shut = [one for one in best.values() if judged.settings[one.setting].level == "not shown"]
@@ -97,6 +102,15 @@ def _least(judged: Verdicts, summaries: Sequence[Summary], records: Sequence[Rec
         f"Of the settings measured here, “{least.setting}” gave the least: {kind[kind.main].title} {mean} by "
         f"“{readers(own) if own else least.attack}”, blind guessing {blind}. What it costs is not in this report."
     )
+
+
+def _strongest(summaries: Sequence[Summary]) -> dict[str, Summary]:
+    """Return each setting's attack that read most."""
+    best: dict[str, Summary] = {}
+    for one in summaries:
+        if one.attack != BLIND and strength(one) >= strength(best.get(one.setting, one)):
+            best[one.setting] = one
+    return best
 
 
 def who_sees(records: Sequence[Record]) -> str:

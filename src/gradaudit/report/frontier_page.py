@@ -47,8 +47,8 @@ def write_frontiers(folder: Path, found: Sequence[Frontier], title: str, show_te
             short=lambda value: clip(visible(value), 120),
         )
     )
-    for one, drawing in zip(found, drawings, strict=True):
-        write_page(folder / f"frontier-{one.batch_size}.svg", _alone(drawing), private=False)
+    for one in found:
+        write_page(folder / f"frontier-{one.batch_size}.svg", drawing_alone(one), private=False)
     return write_page(folder / PAGE, html, private=show_text)
 
 
@@ -81,14 +81,19 @@ def _signs(found: Frontier) -> dict[str, tuple[str, str]]:
     return {name: (_SHAPES[n % len(_SHAPES)], _COLORS[n % len(_COLORS)]) for n, name in enumerate(families)}
 
 
-def _alone(drawing: Markup) -> str:
-    # as a file of its own it has no page that gives colors
-    return str(drawing).replace(
+def drawing_alone(found: Frontier, note: str = "") -> str:
+    """Return the drawing as a file of its own, which no page gives colors.
+
+    Args:
+        found: the frontier.
+        note: one line below it.
+    """
+    return str(frontier_svg(found, note)).replace(
         "<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="color:#1c2126;background:#fff" ', 1
     )
 
 
-def frontier_svg(found: Frontier) -> Markup:
+def frontier_svg(found: Frontier, note: str = "") -> Markup:
     """Return an SVG drawing of leakage over utility: a shape and color a family of defenses, dominated points hollow.
 
     The chosen one is ringed, and what is both private and useful is shaded. Points on the front have their numbers
@@ -96,6 +101,7 @@ def frontier_svg(found: Frontier) -> Markup:
 
     Args:
         found: the frontier; its points are numbered in its order.
+        note: one line below it.
     """
     mccs = [end for p in found.points for end in (p.utility.mcc_low, p.utility.mcc_high)]
     most = max([10.0, *mccs])
@@ -124,6 +130,7 @@ def frontier_svg(found: Frontier) -> Markup:
         .get_template("frontier_drawing.html.j2")
         .render(
             found=found,
+            note=note,
             box=(_LEFT, _RIGHT, _TOP, _BOTTOM),
             across=across,
             down=down,

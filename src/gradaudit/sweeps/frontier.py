@@ -107,9 +107,20 @@ def _frontier(size: int, results: Sequence[Result]) -> Frontier:
         if point is not None:
             points.append(point)
         missing += _missing(group)
-    points = [_marked(p, points) for p in sorted(points, key=lambda p: (-p.utility.mcc, p.leak.mean or 0.0))]
-    chosen, reason = _choice(points)
-    return Frontier(size, tuple(points), chosen, reason, tuple(missing))
+    return frontier_of(size, points, missing)
+
+
+def frontier_of(size: int, points: Sequence[OperatingPoint], missing: Sequence[str] = ()) -> Frontier:
+    """Return the frontier of some operating points.
+
+    Args:
+        size: of the batches.
+        points: in any order; which are dominated is found here.
+        missing: what could not be measured, a line each.
+    """
+    marked = [_marked(p, points) for p in sorted(points, key=lambda p: (-p.utility.mcc, p.leak.mean or 0.0))]
+    chosen, reason = _choice(marked)
+    return Frontier(size, tuple(marked), chosen, reason, tuple(missing))
 
 
 def _missing(group: Sequence[Result]) -> list[str]:
@@ -192,13 +203,13 @@ def _choice(points: Sequence[OperatingPoint]) -> tuple[OperatingPoint | None, st
             f"{least.leak.mean or 0:.1f} {least.measure.name} by '{least.attack}' where blind guessing gives "
             f"{least.blind:.1f}"
         )
-        return None, f"None of these stops the attacks: the least is told with {least.client}, {told}."
+        return None, f"No setting blocks every attack: the least leaks with {least.client}, {told}."
     useful = [p for p in silent if p.utility.mcc_low > 0 and p.utility.mcc >= USEFUL * best]
     if not useful:
         most = max(p.utility.mcc for p in silent)
         return None, (
-            f"None of these stops the attacks and learns: what stops them keeps at most MCC {most:.1f} where the best "
-            f"here has {best:.1f}."
+            f"No setting is both private and useful: those that block every attack reach at most MCC {most:.1f}, the "
+            f"best here {best:.1f}."
         )
     chosen = max([p for p in useful if not p.bound] or useful, key=lambda p: p.utility.mcc)
     reason = (
