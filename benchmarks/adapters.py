@@ -1,7 +1,7 @@
 """What words and sentences the updates of LoRA adapters give away, far beyond their directions.
 
     OMP_NUM_THREADS=1 python benchmarks/adapters.py gradients changes ranks encoders dropout sentences steps \\
-        several noise noisy modules shapes precision
+        several noise noisy modules shapes precision fresh
 
 Adapters on q, k, v and o of every block, after ten steps of AdamW on other text. The attacker sees q, k, v of block
 0, for sentences and steps everything. Groups: gradients (one gradient, by sentences), ranks (by rank), changes (one
@@ -9,9 +9,9 @@ step of AdamW from a fresh state, as in a later round), encoders (MiniLM, dropou
 sentences (one gradient), steps (sentences from one step), several (words from several steps of AdamW together), noise
 (words of one gradient under noise of so many times each tensor's root mean square, and DP-SGD), noisy (sentences
 under such noise), modules (adapters on q and v, on all linear layers), shapes (of BERT's base size and GPT-2, random
-weights), precision (autocast). The attacker has the weights with the adapters as they are, the batch size, the
-dropout rate, and of a change how it was made; not labels or lengths. Draws were seen by nobody before the method
-stood. Records hold no text. Failures count 0; "certain" is over all batches.
+weights), precision (autocast), fresh (the first update, B still zero). The attacker has the weights with the adapters
+as they are, the batch size, the dropout rate, and of a change how it was made; not labels or lengths. Draws were seen
+by nobody before the method stood. Records hold no text. Failures count 0; "certain" is over all batches.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from grid import Cell, Done, Program, main, mean_of
 
 from gradaudit.metrics.summary import summarize
 
-DRAW, LATER, NOISY, PRECISE = 5051, 7079, 8087, 9091
-DRAWS = {"several": LATER, "noise": NOISY, "noisy": NOISY, "precision": PRECISE}
+DRAW, LATER, NOISY, PRECISE, FIRST = 5051, 7079, 8087, 9091, 10103
+DRAWS = {"several": LATER, "noise": NOISY, "noisy": NOISY, "precision": PRECISE, "fresh": FIRST}
 """Draws that nobody saw before the method stood."""
 
 
@@ -93,6 +93,16 @@ GROUPS = {
         one(4, 5, draw=PRECISE, precision="fp16"),
         *(one(b, n, draw=PRECISE, precision="bf16", learning_rate=2e-4, **ADAMW) for b, n in ((1, 5), (4, 5), (8, 3))),
         one(4, 3, model="minilm", draw=PRECISE, precision="bf16"),
+    ],
+    "fresh": lambda: [
+        *(
+            one(b, n, rank, tensors="all", warmup=0, draw=FIRST)
+            for rank in (8, 16, 32, 64)
+            for b, n in ((1, 10), (2, 10), (4, 5))
+        ),
+        *(one(b, n, 32, tensors="all", warmup=0, draw=FIRST, **SGD) for b, n in ((1, 10), (2, 10))),
+        *(one(1, 10, r, tensors="all", warmup=0, draw=FIRST, learning_rate=2e-4, **ADAMW) for r in (16, 32, 64)),
+        *(one(b, n, 32, "minilm", tensors="all", warmup=0, draw=FIRST) for b, n in ((1, 10), (2, 5))),
     ],
     "dropout": lambda: [one(b, n, model="minilm", dropout=True) for b, n in ((1, 10), (4, 10), (8, 5))],
     "sentences": lambda: [
@@ -166,7 +176,7 @@ PROGRAM = Program(
     table=table,
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text, but for fresh ones; "
-        f"{'all adapters' if group in ('sentences', 'steps', 'noisy') else 'q, k, v of block 0'} seen, batch size and "
+        f"{'all adapters' if group in ('sentences', 'steps', 'noisy', 'fresh') else 'q, k, v of block 0'} seen, batch size and "
         f"training known, labels and lengths not; draw {DRAWS.get(group, DRAW)}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
