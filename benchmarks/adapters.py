@@ -142,6 +142,8 @@ GROUPS = {
         )
     ],
 }
+ALL = ("sentences", "steps", "noisy", "fresh")
+"""Groups whose attacker sees all adapters."""
 COLUMNS = (
     "update", "model", "rank", "B", "batches", "tokens", "words named %", "of them right %", "blind named %",
     "certain %", "of the certain right %", "exact sentences %", "proven", "proven, wrong", "median s", "slowest s",
@@ -176,8 +178,8 @@ PROGRAM = Program(
     table=table,
     words=lambda group, given: (
         "CoLA, adapters on q, k, v, o after ten steps of AdamW on other text, but for fresh ones; "
-        f"{'all adapters' if group in ('sentences', 'steps', 'noisy', 'fresh') else 'q, k, v of block 0'} seen, batch size and "
-        f"training known, labels and lengths not; draw {DRAWS.get(group, DRAW)}, not used in development."
+        f"{'all adapters' if group in ALL else 'q, k, v of block 0'} seen, batch size and training known, labels and "
+        f"lengths not; draw {DRAWS.get(group, DRAW)}, not used in development."
     ),
     results=Path("benchmarks/results/adapters"),
 )
