@@ -25,6 +25,7 @@ from gradaudit.leakage.matching.masks import Masks
 from gradaudit.leakage.matching.objective import Objective
 from gradaudit.leakage.matching.screening import Heat
 from gradaudit.models.taps import _tap
+from gradaudit.progress import TimeIsOverError, within
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given
@@ -54,6 +55,18 @@ def test_orders_are_permutations_of_the_free_slots_alone(load):
     values = torch.randn(*still.shape, 3)
     moved = reordered(values, order)
     assert torch.equal(moved[7, 1, 2], values[1, order[7, 1, 2]])
+
+
+def test_the_ranking_of_many_guesses_ends_with_the_time(load):
+    model, _, _, of = scene(load)
+    vectors = torch.zeros(3, *of.frame.mask.shape, model.width)
+    with within(0.0), pytest.raises(TimeIsOverError, match="ranking of guesses"):
+        of.best(vectors, 1)
+    of.best(vectors, 1)  # and no longer outside
+    with within(100.0), within(0.0), pytest.raises(TimeIsOverError):
+        of.best(vectors, 1)
+    with within(0.0), within(100.0), pytest.raises(TimeIsOverError):
+        of.best(vectors, 1)
 
 
 @pytest.mark.parametrize("screen", [1, 4])

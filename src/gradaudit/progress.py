@@ -3,6 +3,7 @@
 Whoever runs it may end it, too: at the next step that it reports once its time is over.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ Sink = Callable[[str, int, int | None], None]
 """Called with (what is being done, steps done, steps in all or None)."""
 
 _sink: ContextVar[Sink | None] = ContextVar("gradaudit_progress", default=None)
+_end: ContextVar[float] = ContextVar("gradaudit_end", default=math.inf)
 T = TypeVar("T")
 
 
@@ -44,21 +46,26 @@ class StoppedError(KeyboardInterrupt):
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """End the work inside the block at the first step that it reports after so many seconds.
+    """End the work inside the block after so many seconds, at the first step that it reports or `on_time`.
 
     Raises:
         TimeIsOverError: inside the block, where it was ended.
     """
-    end, outer = time.monotonic() + seconds, _sink.get()
-
-    def sink(what: str, done: int, total: int | None) -> None:
-        if outer is not None:
-            outer(what, done, total)
-        if time.monotonic() > end:
-            raise TimeIsOverError(f"time was over during {what}")
-
-    with shown_by(sink):
+    token = _end.set(min(time.monotonic() + seconds, _end.get()))
+    try:
         yield
+    finally:
+        _end.reset(token)
+
+
+def on_time(what: str) -> None:
+    """Go on with `what` as long as there is time: for loops that are too short to be shown.
+
+    Raises:
+        TimeIsOverError: the time is over.
+    """
+    if time.monotonic() > _end.get():
+        raise TimeIsOverError(f"time was over during {what}")
 
 
 def step(what: str, done: int, total: int | None = None) -> None:
@@ -66,6 +73,7 @@ def step(what: str, done: int, total: int | None = None) -> None:
     sink = _sink.get()
     if sink is not None:
         sink(what, done, total)
+    on_time(what)
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:

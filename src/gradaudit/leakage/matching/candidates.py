@@ -9,6 +9,7 @@ from gradaudit.leakage.matching.layout import Layout
 from gradaudit.leakage.matching.masks import Masks
 from gradaudit.leakage.matching.objective import Objective
 from gradaudit.leakage.matching.screening import Base, Beside, Heat
+from gradaudit.progress import on_time
 
 _ROWS = 3072
 """Token rows that go through the model together on a CPU: more gains nothing there."""
@@ -59,6 +60,7 @@ class Candidates:
         size = self.together or self._fitting(vectors)
         found = torch.full((pairs,), torch.inf, device=vectors.device, dtype=vectors.dtype)
         for at in range(0, len(vectors), size):
+            on_time("the ranking of guesses")
             part = vectors[at : at + size]
             shown = self.frame.mask[pick] if mask is None else mask[at : at + size]
             targets = labels.expand(len(part), *labels.shape)
