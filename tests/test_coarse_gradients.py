@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
+from gradaudit.leakage.decoding.rows import MaskedInputs
 from gradaudit.leakage.uneven.entries import entries
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -42,6 +44,7 @@ def integers(value: torch.Tensor) -> torch.Tensor:
 NOISE = {
     "bf16": lambda t: t.bfloat16().float(),
     "fp16": lambda t: (t * 2**16).half().float() / 2**16,
+    "fp16, below its normal numbers": lambda t: (t * 2e-5 / t.std()).half().float() * t.std() / 2e-5,
     "int8": integers,
     "noise": lambda t: t + 0.05 * t.std() * torch.randn(t.shape, generator=torch.Generator().manual_seed(0)),
 }
@@ -133,3 +136,15 @@ def test_a_sentence_is_read_exactly_with_dropout_on(minilm, kind):
     assert found.sequences == (tuple(batch.sequences()[0]),)
     assert found.certificates is not None
     assert found.certificates[0] in ("proven", "likely")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_masked_rows_are_rounded_as_torch_rounds_them(kind, rate):
+    """Oracle: dropout itself. A factor that is off by 3e-8 brings some of a million coordinates to another number."""
+    rows = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)).abs() + 1e-3
+    torch.manual_seed(0)
+    dropped = torch.nn.functional.dropout(rows, rate, training=True).to(kind).double()
+    inputs = MaskedInputs.__new__(MaskedInputs)
+    inputs.model, inputs._rounded, inputs._weights = SimpleNamespace(dropout_before_norm=False), kind, None
+    assert torch.equal(inputs.inputs(rows.double(), dropped != 0, rate), dropped)

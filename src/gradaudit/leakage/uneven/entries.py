@@ -130,6 +130,13 @@ def last_place(values: Tensor, digits: int) -> Tensor:
     return torch.ldexp(torch.ones_like(values), exponent - 1 - digits)
 
 
+def _finest(values: Tensor) -> float:
+    """Return the unit of which all values are multiples: those of a float16 below 6e-5 have no finer one."""
+    mantissa, exponent = torch.frexp(values[values != 0].double())
+    whole = (mantissa.abs() * 2.0**53).long()
+    return float(torch.ldexp((whole & -whole).double(), exponent - 53).min())
+
+
 def grid(weights: Tensor) -> Tensor:
     """Return the distance of each weight to the next one its type can hold (one unit in the last place), float64."""
     size = weights.abs()
@@ -241,18 +248,20 @@ def _of_gradient(sent: Tensor, before: Tensor, noise: float | None) -> tuple[Ten
     least = _NOISE * float(value.square().mean().sqrt())
     if noise:
         return (value, torch.full_like(value, noise)) if noise > least else None
+    digits = few_digits(sent)
     if few_values(sent):
         levels = torch.unique(value)
         if len(levels) < _LEVELS:
             return None
-        return value, torch.full_like(value, float(levels.diff().min()) / UNIFORM)
+        if not digits:
+            return value, torch.full_like(value, float(levels.diff().min()) / UNIFORM)
     there = value != 0
     if float((~there).double().mean()) > _LEFT_OUT:
         own = _SUMMED * value[there].square().mean().sqrt()
         return value, torch.where(there, own, _UNKNOWN * value.abs().max())
-    if few_digits(sent):
+    if digits:
         kind = torch.bfloat16 if bool((sent.bfloat16().to(sent.dtype) == sent).all()) else torch.float16
-        return value, last_place(value, _DIGITS[kind]) / UNIFORM
+        return value, last_place(value, _DIGITS[kind]).clamp_min(_finest(value)) / UNIFORM
     if noise is None:
         rows = value if value.shape[0] >= value.shape[1] else value.T
         _, noise = noise_rank(torch.linalg.svdvals(rows), len(rows), sure=True)
