@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,10 +42,15 @@ def integers(value: torch.Tensor) -> torch.Tensor:
     return (value / step).round() * step
 
 
+def subnormal(value: torch.Tensor) -> torch.Tensor:
+    scale = 2.0 ** round(math.log2(2e-5 / float(value.std())))
+    return (value * scale).half().float() / scale
+
+
 NOISE = {
     "bf16": lambda t: t.bfloat16().float(),
     "fp16": lambda t: (t * 2**16).half().float() / 2**16,
-    "fp16, below its normal numbers": lambda t: (t * 2e-5 / t.std()).half().float() * t.std() / 2e-5,
+    "fp16, below its normal numbers": subnormal,
     "int8": integers,
     "noise": lambda t: t + 0.05 * t.std() * torch.randn(t.shape, generator=torch.Generator().manual_seed(0)),
 }
