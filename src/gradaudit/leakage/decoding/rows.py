@@ -171,10 +171,8 @@ class MaskedInputs:
         return self._entering(self._normed(torch.where(kept, clean, torch.zeros_like(clean)) * self._raised(rate)))
 
     def _raised(self, rate: float) -> float:
-        """Return what dropout multiplies by what it keeps: rounded to the weights' type, as torch does on a CPU.
-
-        In float32, too: off by 3e-8, one coordinate in twenty thousand would come to another float16.
-        """
+        """Return what dropout multiplies by what it keeps: rounded to the weights' type, as torch does on a CPU."""
+        # off by 3e-8, one coordinate in twenty thousand would come to another float16
         return float(torch.ones((), dtype=self._weights or torch.float32).div_(1 - rate))
 
     def _entering(self, rows: Tensor) -> Tensor:
