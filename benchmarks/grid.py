@@ -190,16 +190,13 @@ class Runner:
         self.program, self.given = program, given
         self.device = pick_device(given.device)
         self.failed: dict[str, str] = {}
-        self._loaded: tuple[Any, Any] | None = None
+        self._loaded: Any = None
 
     def started(self, cell: Cell) -> tuple[Any, Path]:
         """Return a cell's prepared case and its folder."""
         case = parse_case(cell.case())
-        key = (case.model, case.layers, case.task, case.loss, case.seed)
-        if case.lora is not None or self._loaded is None or self._loaded[0] != key:
-            self._loaded = None  # one model at a time
-        ready = prepare(case, Path.cwd(), self.device, self._loaded[1] if self._loaded else None)
-        self._loaded = None if case.lora is not None else (key, ready.model)
+        ready = prepare(case, Path.cwd(), self.device, None if case.lora is not None else self._loaded)
+        self._loaded = None if case.lora is not None else ready.model  # warmed up on rows that depend on the batches
         place = self.given.out / (cell.place or case.content_hash())
         return ready, place
 

@@ -203,11 +203,12 @@ def test_the_sweeps_that_are_given_are_sweeps(path: Path):
     assert len(load_sweep(path).points) > 1
 
 
-def test_points_of_other_seeds_have_models_of_their_own(sweep: Path, tmp_path: Path):
-    sweep.write_text(sweep.read_text().split("[axes]")[0] + "[axes]\nseed = [0, 1]\n")
+@pytest.mark.parametrize("axis", ["seed = [0, 1]", 'client.precision = ["fp32", "bf16-weights"]'])
+def test_points_of_other_weights_have_models_of_their_own(sweep: Path, tmp_path: Path, axis: str):
+    sweep.write_text(sweep.read_text().split("[axes]")[0] + f"[axes]\n{axis}\n")
     list(run_sweep(load_sweep(sweep), tmp_path, tmp_path / "out", CPU))
     prints = {json.loads(path.read_text())["model"]["fingerprint"] for path in (tmp_path / "out").glob("*/run.json")}
-    assert len(prints) == 2, "random weights of two seeds"
+    assert len(prints) == 2, "other random weights, or the same in bfloat16"
 
 
 def test_two_processes_find_what_one_finds(sweep: Path, tmp_path: Path):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from gradaudit.audit.loading import LOADERS, Loaded, spec_of
+from gradaudit.audit.loading import LOADERS, Loaded, at_hand, spec_of
 from gradaudit.case import Case
 from gradaudit.data.draw import draw_numbers
 from gradaudit.data.files import found_file
@@ -31,7 +31,8 @@ def _load(case: Case, source: ImageRows, base: Path, device: torch.device, loade
     elif case.data.source == "digits" and len(source) > sum(map(len, batches)):
         public = public_images(source, source, batches)
     spec = spec_of(case, len(source.classes), source.shape)
-    model = loaded if isinstance(loaded, ImageModel) else load_image_model(spec, device)
+    here = at_hand(loaded, spec)
+    model = here if isinstance(here, ImageModel) else load_image_model(spec, device)
     weights = case.metrics.lpips
     judge = ImageJudge(None if weights is None else load_perceptual(found_file(weights, base)))
     return Loaded(model, Images(model, source), batches, judge, public, in_sight=public)

@@ -51,3 +51,10 @@ def spec_of(case: Case, classes: int, image: tuple[int, int, int] | None = None)
     lora = case.lora.given() if case.lora is not None else None
     spec = ModelSpec(case.model, case.task, max(2, classes), case.seed, case.layers, lora=lora, loss=case.loss)
     return replace(spec, image=image, weights="bfloat16" if case.client.precision in WEIGHTS else "float32")
+
+
+def at_hand(loaded: Model | None, spec: ModelSpec) -> Model | None:
+    """Return the model that is already loaded if it is the one that a spec names, or None."""
+    if loaded is None or replace(loaded.spec, random_weights=spec.random_weights) != spec:  # known of loaded ones only
+        return None
+    return loaded

@@ -69,7 +69,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None =
         case: the case.
         base: folder that relative data paths start from.
         device: where the model goes.
-        loaded: a model that is already at hand with this case's spec.
+        loaded: a model that is at hand: taken if it is the one that the case names.
         read: what its kind's reader read, where that is already at hand.
 
     Raises:

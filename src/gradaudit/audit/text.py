@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gradaudit.audit.loading import LOADERS, Loaded, spec_of
+from gradaudit.audit.loading import LOADERS, Loaded, at_hand, spec_of
 from gradaudit.audit.public_text import public_text
 from gradaudit.case import Case
 from gradaudit.client.warm_up import warm_up, warm_up_rows
@@ -27,12 +27,13 @@ def _load(case: Case, source: TextRows, base: Path, device: torch.device, loaded
     window = case.data.window
     batches = draw(case.data, source) if window is None else []
     spec = spec_of(case, len(source.classes))
-    model = loaded if isinstance(loaded, TransformersModel) else load_model(spec, device)
+    here = at_hand(loaded, spec)
+    model = here if isinstance(here, TransformersModel) else load_model(spec, device)
     if window is not None:
         source = windows(source, model, window, whole=True)
         batches = draw(case.data, source)
     rows = Sentences(model, source)
-    if loaded is None and spec.lora is not None and spec.lora.warmup:
+    if here is None and spec.lora is not None and spec.lora.warmup:
         warm_up(model, (rows.batch(n) for n in warm_up_rows(case.seed, len(rows), batches, spec.lora.warmup)))
     public, auxiliary = None, dict[str, Any]()
     if case.public is not None:

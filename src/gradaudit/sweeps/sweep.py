@@ -212,21 +212,20 @@ class _Held:
     """The last model and the last data that a process read: most points of a sweep share them."""
 
     def __init__(self) -> None:
-        self._model: dict[str, Model] = {}
+        self._model: Model | None = None
         self._rows: dict[str, Any] = {}
 
     def prepared(self, case: Case, base: Path, device: torch.device) -> Prepared:
         """Return `audit.prepare`'s result; what it raises, it raises."""
         source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed", "window"})
         data = json.dumps([source, str(base)], default=str)
-        whose = json.dumps([case.model, case.task, case.seed, case.layers, case.loss, str(device), data], default=str)
         # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
-        model = self._model.get(whose) if case.lora is None else None
+        model = self._model if case.lora is None else None
         if data not in self._rows:
             self._rows = {data: READERS[kind_of(case.task)](case.data, base)}
         ready = prepare(case, base, device, model, self._rows[data])
         if case.lora is None:
-            self._model = {whose: ready.model}
+            self._model = ready.model
         return ready
 
 
