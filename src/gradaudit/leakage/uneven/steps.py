@@ -1,6 +1,6 @@
 """What an optimizer's first steps from a fresh state make of gradients, entry by entry, and one step's way back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +104,17 @@ class AdamSteps:
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
 
+    def sent(self, gradients: Tensor) -> Tensor:
+        """Return y of each entry.
+
+        Args:
+            gradients: [K, ...] of each step.
+        """
+        y = torch.zeros_like(gradients[0])
+        for share, own, size in self._moments(gradients):
+            y += share * own / (size + self.eps)
+        return y
+
     def taken(self, gradients: Tensor) -> tuple[Tensor, Tensor]:
         """Return y of each entry, and [K, ...] its derivative by each step's gradient.
 
@@ -111,17 +122,22 @@ class AdamSteps:
             gradients: [K, ...] of each step.
         """
         first, second = self.betas
-        mean, square, y = (torch.zeros_like(gradients[0]) for _ in range(3))
-        slopes = torch.zeros_like(gradients)
+        y, slopes = torch.zeros_like(gradients[0]), torch.zeros_like(gradients)
         tiny = torch.finfo(gradients.dtype).tiny
-        for k, (share, gradient) in enumerate(zip(self.shares, gradients, strict=True), 1):
-            mean = first * mean + (1 - first) * gradient
-            square = second * square + (1 - second) * gradient.square()
-            size = (square / (1 - second**k)).sqrt()
-            below, own = size + self.eps, mean / (1 - first**k)
-            y = y + share * own / below
+        for k, (share, own, size) in enumerate(self._moments(gradients), 1):
+            below = size + self.eps
+            y += share * own / below
             for j in range(k):
                 by_mean = (1 - first) * first ** (k - 1 - j) / (1 - first**k)
                 by_size = (1 - second) * second ** (k - 1 - j) / (1 - second**k) * gradients[j] / size.clamp_min(tiny)
                 slopes[j] += share * (by_mean / below - own * by_size / below.square())
         return y, slopes
+
+    def _moments(self, gradients: Tensor) -> Iterator[tuple[float, Tensor, Tensor]]:
+        """Yield each step's share, its mean gradient and the root of its mean square, bias corrected."""
+        first, second = self.betas
+        mean, square = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[0])
+        for k, (share, gradient) in enumerate(zip(self.shares, gradients, strict=True), 1):
+            mean = first * mean + (1 - first) * gradient
+            square = second * square + (1 - second) * gradient.square()
+            yield share, mean / (1 - first**k), (square / (1 - second**k)).sqrt()

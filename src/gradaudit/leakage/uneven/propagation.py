@@ -1,0 +1,237 @@
+"""Which of many known rows several steps of Adam were made of, and what each row sent: expectation propagation.
+
+The gradients of an entry are z_p = sum over rows of signals s_pr x_rd, parts p of which `times` makes each step's. What
+was sent is one number y = f(z) an entry, and f saturates: y hardly says how large z is, and of two steps it leaves two
+ratios open. A linear view of f at one point, as descent takes it, ends in wrong valleys. Here each entry's y is
+answered by all z that fit it: a normal distribution takes the place of f's likelihood, with the mean and covariance
+that z has given y and all other entries (Minka, 2001). As others narrow what z can be, the entry says more.
+
+Each row has a prior as wide as its signals turn out to be in all lines together (sparse Bayesian learning: Tipping,
+2001; of several signals at once: Wipf and Rao, 2007), each line a size of its own: rows that no line needs shrink to
+nothing, and a few hundred candidates are weighed at once. What f leaves counts as noise, learned from what it is; it
+falls as the right rows come in. Entries that nothing explains yet are let be.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.uneven.steps import AdamSteps
+
+_POINTS, _FEWEST, _FAR = 400, 3, 3.2
+"""Points at which an entry's likelihood is read, fewest a direction, and how many standard deviations they reach."""
+MOST_PARTS = 6
+"""Parts at most: 3^6 points an entry."""
+_AT_ONCE = 2**21
+"""Points that are held at once (16 MiB each of some tensors)."""
+_NOISE, _FALL, _RISE = 0.3, 0.8, 1.1
+"""What f leaves at first, as a share of a step, and by how much it may fall and rise in a turn: falling faster, entries
+are believed that others would have corrected."""
+_STRAY, _NEARLY = 0.05, 0.8
+"""Density of an entry that nothing explains; the noise is what so large a share of the entries leaves at most."""
+_DAMPED = 0.5
+"""Share of the way that an entry's answer goes in a turn: answers given all at once overshoot."""
+_NARROW = 1e-3
+"""An entry whose others know so much less than all do has no answer of its own taken off."""
+_STEADY = 1e-4
+"""Smallest squared width of a part, as a share of the first one's."""
+_LEAST = 1e-12
+_UNLEARNED = 2
+"""Turns at first in which priors stay: before entries have answered there is nothing to learn them from."""
+
+
+class Propagation:
+    """Beliefs about what known rows sent, line by line.
+
+    Args:
+        sent: [n, d] what the steps took.
+        error: [n, d] standard deviations.
+        step: what takes gradients to what was sent, in units of eps.
+        times: [P, K] each step's share of each part; at most `MOST_PARTS` parts.
+        tied: a row that sends in one part sends in all; else each part has rows of its own.
+        rows: [r, d] candidates, of length sqrt(d).
+    """
+
+    def __init__(self, sent: Tensor, error: Tensor, step: AdamSteps, times: Tensor, tied: bool, rows: Tensor) -> None:
+        self.sent, self.error, self.step, self.times, self.tied, self.rows = sent, error, step, times, tied, rows
+        parts, (n, d) = len(times), sent.shape
+        self.answers = sent.new_zeros(n, d, parts, parts)
+        self.pulls = sent.new_zeros(n, d, parts)
+        self.noise = torch.full_like(sent[:, 0], _NOISE)
+        self.wide = sent.new_full((parts, len(rows)), 1 / len(rows))
+        # a step falls short of its bound by 1 over the gradient
+        size = 1 / (sent.abs().max() * (1 + _LEAST) - sent.abs().quantile(0.9, dim=1)).clamp_min(1e-6)
+        share = torch.full_like(times[:, 0], 1.0 if not tied else 1e-2)
+        share[0] = 1
+        self.lines = size.square()[:, None, None] * torch.diag(share)
+        self.turns = 0
+        self._believe()
+
+    def turn(self) -> None:
+        """Answer once: entries by what the others say, then priors by what the rows turn out to send."""
+        self._answer()
+        if self.turns >= _UNLEARNED:
+            self._learn()
+        self._believe()
+        self.turns += 1
+
+    def signals(self) -> Tensor:
+        """Return [P, n, r] what each row is believed to send."""
+        return self.mean.movedim(1, 0)
+
+    def strengths(self) -> Tensor:
+        """Return [r] the squared errors that each row explains beside the others, summed over lines: of the part that
+        shows most."""
+        spread = self._own(self.spread)
+        firm = spread * (1 - spread / self._prior()).clamp_min(_LEAST)
+        return (self.mean.square() / firm).sum(0).amax(0)
+
+    def gains(self, rows: Tensor) -> Tensor:
+        """Return [V] the squared errors that each of other rows would explain of what is left, as beliefs stand."""
+        left = self.pulls - (self.answers @ self.gradients[..., None])[..., 0]
+        size = self.lines.diagonal(dim1=1, dim2=2)
+        best = rows.new_zeros(len(rows))
+        parts, r = len(self.times), len(self.rows)
+        for p in range(parts):
+            pull = ((left[..., p] * size[:, None, p].sqrt()) @ rows.T).square().sum(0)
+            known = self.rows.new_zeros(rows.shape[1], rows.shape[1])
+            for line, answer in enumerate(self.answers):
+                seen = torch.cat([self.rows * answer[:, q, p] for q in range(parts)])
+                spread = self.spread[line].reshape(parts * r, -1)
+                known += (torch.diag(answer[:, p, p]) - seen.T @ spread @ seen) * size[line, p]
+            # float32: half of the time, and chance is not known to a thousandth
+            chance = ((rows.float() @ known.float()) * rows.float()).sum(1).double() / len(self.sent)
+            best = torch.maximum(best, pull / chance.clamp_min(1e-3 * float(known.trace()) / len(self.sent)))
+        return best
+
+    def exchange(self, kept: list[int], more: Tensor) -> None:
+        """Go on with some of the rows, and with others of which nothing is known yet."""
+        wide = self.wide[:, kept]
+        fresh = wide.sort(dim=1).values[:, : max(len(kept) // 2, 1)].median(dim=1, keepdim=True).values
+        self.wide = torch.cat([wide, fresh.expand(-1, len(more))], 1)
+        self.rows = torch.cat([self.rows[kept], more])
+        self._believe()
+
+    def _prior(self) -> Tensor:
+        """Return [n, P, r] how wide each row's signals are expected to be, squared."""
+        return self.lines.diagonal(dim1=1, dim2=2)[:, :, None] * self.wide
+
+    def _own(self, spread: Tensor) -> Tensor:
+        """Return [n, P, r] each signal's own variance."""
+        parts, r = self.wide.shape
+        return spread.reshape(len(spread), parts * r, -1).diagonal(dim1=1, dim2=2).reshape(-1, parts, r)
+
+    def _believe(self) -> None:
+        """Find what signals and gradients are, given answers and priors."""
+        parts, r = self.wide.shape
+        rows, n = self.rows, len(self.sent)
+        inverse, scale = torch.linalg.inv(self.lines), self.wide.rsqrt()
+        firm = rows.new_zeros(n, parts, r, parts, r)
+        for p in range(parts):
+            for q in range(p + 1):
+                block = (rows * self.answers[:, None, :, p, q]) @ rows.T
+                block.diagonal(dim1=1, dim2=2).add_(inverse[:, p, q, None] * scale[p] * scale[q])
+                firm[:, p, :, q], firm[:, q, :, p] = block, block
+        lower = torch.linalg.cholesky(firm.reshape(n, parts * r, parts * r))
+        spread = torch.cholesky_inverse(lower)
+        pull = (self.pulls.mT @ rows.T).reshape(n, -1, 1)
+        self.mean = (spread @ pull).reshape(n, parts, r)
+        self.spread = spread.reshape(n, parts, r, parts, r)
+        self.gradients = (self.mean @ rows).mT
+        about = [[((self.spread[:, p, :, q] @ rows) * rows).sum(1) for q in range(parts)] for p in range(parts)]
+        self.about = torch.stack([torch.stack(one, -1) for one in about], -1)
+
+    def _learn(self) -> None:
+        """Learn rows' priors and lines' sizes from what the signals are: half by expectation, half by fixed point."""
+        scale, inverse = self.wide.rsqrt(), torch.linalg.inv(self.lines)
+        mean = self.mean * scale
+        parts = range(len(self.wide))
+        about = torch.stack(
+            [torch.stack([self.spread[:, p, :, q].diagonal(dim1=1, dim2=2) * scale[p] * scale[q] for q in parts], -1)
+             for p in parts], -1,
+        )  # fmt: skip
+        seen = mean.movedim(1, 2)[..., :, None] * mean.movedim(1, 2)[..., None, :]
+        sent, open_ = (inverse[:, None] * seen).sum(-1), (inverse[:, None] * about).sum(-1)
+        if self.tied:
+            sent, open_ = (x.mean(-1, keepdim=True).expand(-1, -1, len(parts)) for x in (sent, open_))
+        known = (1 - open_).clamp_min(_LEAST).mean(0)
+        fixed, expected = sent.mean(0) / known, (sent + open_).mean(0)
+        grown = (fixed.clamp_min(_LEAST) * expected).sqrt()
+        weight = known.mean(1)
+        every = (seen + about) / (grown.sqrt()[..., :, None] * grown.sqrt()[..., None, :])
+        lines = (every * weight[:, None, None]).sum(1) / weight.sum()
+        if not self.tied:
+            lines = torch.diag_embed(lines.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).expand(-1, len(parts)))
+        lines = lines + _STEADY * lines[:, :1, :1] * torch.eye(len(parts), dtype=lines.dtype, device=lines.device)
+        wide = self.wide * grown.T
+        size = wide.sum(1).mean()
+        self.wide, self.lines = wide / size, lines * size
+
+    def _answer(self) -> None:
+        """Move each entry's answer towards what it says, given what all others do."""
+        firm = torch.linalg.inv(self.about)
+        pull = (firm @ self.gradients[..., None])[..., 0]
+        others = firm - self.answers
+        lone = torch.linalg.eigvalsh(others)[..., 0] <= _NARROW * torch.linalg.eigvalsh(firm)[..., 0]
+        others = torch.where(lone[..., None, None], firm, others)
+        their = torch.where(lone[..., None], pull, pull - self.pulls)
+        about = torch.linalg.inv(others)
+        about = (about + about.mT) / 2
+        mean = (about @ their[..., None])[..., 0]
+        error = (self.error.square() + self.noise[:, None].square()).sqrt()
+        mean, about, left = tilted(self.step, self.times, mean, about, self.sent, error)
+        noise = left.quantile(_NEARLY, dim=1).sqrt()
+        self.noise = torch.minimum(self.noise * _RISE, torch.maximum(noise, self.noise * _FALL))
+        firm = torch.linalg.inv(about)
+        answer = firm - others
+        size, axes = torch.linalg.eigh((answer + answer.mT) / 2)
+        real = (axes * size.clamp_min(0)[..., None, :]) @ axes.mT
+        pull = torch.where((size < 0).any(-1, keepdim=True), (real @ mean[..., None])[..., 0],
+                           (firm @ mean[..., None])[..., 0] - their)  # fmt: skip
+        self.answers = (1 - _DAMPED) * self.answers + _DAMPED * real
+        self.pulls = (1 - _DAMPED) * self.pulls + _DAMPED * pull
+
+
+def tilted(
+    step: AdamSteps, times: Tensor, mean: Tensor, about: Tensor, sent: Tensor, error: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and covariance of the parts of entries' gradients, given what was sent.
+
+    The likelihood is read at a grid of points around what is known before, each standing for the cell about it; an
+    entry that nothing there explains may be a stray.
+
+    Args:
+        step, times: see `Propagation`.
+        mean, about: [..., P] and [..., P, P] what is known before, a normal distribution.
+        sent, error: [...] what was sent, and its standard deviation.
+
+    Returns:
+        [..., P], [..., P, P], and [...] the square that is left of what was sent, where it is no stray.
+    """
+    parts = len(times)
+    side = max(round(_POINTS ** (1 / parts)), _FEWEST)
+    line = torch.linspace(-_FAR, _FAR, side, dtype=mean.dtype, device=mean.device)
+    grid = torch.stack(torch.meshgrid([line] * parts, indexing="ij"), -1)
+    cell, prior = float(line[1] - line[0]), -grid.square().sum(-1).flatten() / 2
+    points, root = grid.reshape(-1, parts), torch.linalg.cholesky(about.reshape(-1, parts, parts))
+    found = []
+    for some in torch.split(torch.arange(len(root), device=mean.device), max(_AT_ONCE // len(points), 1)):
+        at = mean.reshape(-1, parts)[some, None] + points @ root[some].mT
+        made = step.sent(torch.einsum("pk,ngp->kng", times, at))
+        steep = torch.gradient(made.reshape(len(some), *grid.shape[:-1]), dim=list(range(1, parts + 1)))
+        # a cell stands for all that it holds: twice the variance that an even spread across it makes of a function
+        room = error.flatten()[some, None].square() + sum(one.square().reshape(made.shape) for one in steep) / 6
+        off = (sent.flatten()[some, None] - made).square()
+        fits = -off / (2 * room) - room.log() / 2
+        either = torch.logaddexp(fits, torch.full_like(fits, math.log(_STRAY)))
+        weight = torch.softmax(either + prior, 1)
+        fair = weight * (fits - either).exp()
+        left = (fair * off).sum(1) / fair.sum(1).clamp_min(_LEAST)
+        middle = weight @ points
+        second = torch.einsum("ng,gp,gq->npq", weight, points, points) - middle[:, :, None] * middle[:, None, :]
+        second.diagonal(dim1=1, dim2=2).add_(cell**2 / 12)
+        moved = mean.reshape(-1, parts)[some] + (root[some] @ middle[..., None])[..., 0]
+        found.append((moved, root[some] @ second @ root[some].mT, left))
+    moved, about, left = (torch.cat(one) for one in zip(*found, strict=True))
+    return moved.reshape(mean.shape), about.reshape(*mean.shape, parts), left.reshape(sent.shape)
