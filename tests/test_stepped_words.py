@@ -152,7 +152,7 @@ def test_signals_of_known_rows_are_found_from_nothing_and_idle_rows_shrink(monke
     signals[:, :, 5:] = 0
     step = AdamSteps([0.5, 0.5], 1.0)
     sent, _ = step.taken(torch.einsum("knr,rd->knd", signals, rows))
-    fit = SignalFit(sent, torch.full_like(sent, 1e-6), step, times(2, True, False, 2))
+    fit = SignalFit(sent, torch.full_like(sent, 1e-6), step, torch.eye(2).double())
     zero = torch.zeros_like(signals)
     start = StepSignals(
         zero,
@@ -224,4 +224,5 @@ def test_signals_change_smoothly_over_steps_of_a_whole_batch(silent, count):
     assert base.shape == (count, 10)
     assert bool((base[:, 0] == 0).all()) == silent
     torch.testing.assert_close(base @ base.T, (10 - silent) * torch.eye(3, dtype=torch.double))
-    torch.testing.assert_close(times(4, False, False, 3), torch.eye(4, dtype=torch.double))
+    assert times(5, False, silent, 2).tolist() == [[0.0, 1, 1, 0, 0], [0.0, 0, 0, 1, 1]] if silent else True
+    torch.testing.assert_close(times(4, False, False, 4), torch.eye(4, dtype=torch.double))

@@ -12,6 +12,7 @@ they need. Lines are fitted each by itself, and some end in a wrong valley; they
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,12 +20,12 @@ from torch.nn.functional import normalize
 
 from gradaudit.leakage.adapters.chance import RARE, beyond_chance, could_hide, likest, log_sets
 from gradaudit.leakage.adapters.sparse_words import IDLE, SparseWords, dictionary
-from gradaudit.leakage.rowspace.ranking import accepted, expected_by_chance
 from gradaudit.leakage.uneven.propagation import MOST_PARTS, Propagation
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
 from gradaudit.leakage.uneven.summed import Summed
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
+from gradaudit.streams import stream
 from gradaudit.types import NamedWord
 
 _SMOOTH = 2
@@ -34,12 +35,17 @@ _FIRST, _NEW, _MOST = 200, 40, 600
 their third power."""
 _RIDGE = 0.5
 """Share of a word's own direction that the first view takes for what all words have in common."""
+_TWINS = 0.98
+"""Cosine of two rows above which they are taken for one."""
 _TURNS, _EVERY, _YOUNG = 60, 3, 2
 """Turns at most, turns between exchanges of candidates, and exchanges before a new one is judged."""
 _HEARD, _SENT = 2.0, 3.0
 """Squared errors a line that a word explains to stay a candidate, and to count as sent (chance makes 1 of one word; the
 strongest wrong one of a batch of eight made 2 on the way, and right ones 6 at least when all were there)."""
-_CLEAR, _STILL = 30.0, 0.9
+_MARGIN = 2.0
+"""A word counts where it is so many times as strong as decoys: chance's best ones are often words (of changes that no
+word made, three tiny models: 3 and 4 words were stronger than any decoy, none twice as strong)."""
+_CLEAR, _STILL = 300.0, 0.9
 """Noise at which descent does the rest, in errors, and what is left of it after an exchange where nothing moves."""
 _FULL = 0.6
 """Signals of a line at most, as a share of its entries."""
@@ -108,6 +114,9 @@ class _Search:
         words, beside = dictionary(model, _PLACES)
         size = math.sqrt(model.width)
         self.rows = size * normalize(words, dim=1)
+        # decoys hang together as words do, and nothing was made of them
+        signs = 2.0 * torch.randint(2, (model.width,), generator=stream(0, "decoys")).to(words) - 1
+        self.every = torch.cat([self.rows, self.rows * signs])
         self.beside = size * normalize(beside[beside.any(1)], dim=1)
         special = model.special
         self.special, self.never = special.ids, sorted(special.ids - {*special.prefix, *special.suffix})
@@ -115,11 +124,9 @@ class _Search:
 
     def words(self, level: float) -> SparseWords:
         """Return the words that explained lines need; those that stand out where no line is explained."""
-        taken, chances = self._sought()
-        count = len(self.sent.sent)
+        taken = self._sought(level)
+        count, first = len(self.sent.sent), taken.words
         told = f"the changes of {count} directions over {self.steps} steps"
-        first = sorted(taken.words, key=chances.__getitem__)
-        first = first[: accepted([chances[word] for word in first], level)]
         if taken.words and (proven := self._proven(taken)) is not None:
             words, sure, lines = proven
             limit = f"adapters: {len(words)} words explain {lines} of {told}, {sum(sure)} of them for certain"
@@ -136,15 +143,19 @@ class _Search:
     def _times(self, most: int) -> Tensor:
         return times(self.steps, self.whole, self.silent, most).to(self.rows)
 
-    def _sought(self) -> tuple[_Taken, dict[int, float]]:
-        """Return the words that were sent, and of each how many would by chance explain as much."""
+    def _sought(self, level: float) -> _Taken:
+        """Return the words that were sent, the strongest first.
+
+        Args:
+            level: share that may be wrong: so many decoys come among them.
+        """
         base, lines = self._times(_SMOOTH if self.whole else MOST_PARTS), len(self.sent.sent)
         words, most = self._first_view(), _MOST // len(base)
         words, age = words[: most - _NEW], dict.fromkeys(words, 0)
         own = len(self.beside)
         belief = Propagation(
             self.sent.sent, self.sent.spread, self.sent.step, base, self.whole,
-            torch.cat([self.beside, self.rows[words]]),
+            torch.cat([self.beside, self.every[words]]),
         )  # fmt: skip
         before = math.inf
         for turn in range(_TURNS):
@@ -152,8 +163,7 @@ class _Search:
             step(f"words of adapters, {self.steps} steps together", turn + 1, _TURNS)
             if turn % _EVERY < _EVERY - 1:
                 continue
-            strengths, gains = belief.strengths()[own:].tolist(), self._gains(belief, words)
-            new = gains.topk(_NEW).indices.tolist()
+            strengths = belief.strengths()[own:].tolist()
             kept = [n for n, word in enumerate(words) if strengths[n] > _HEARD * lines or age[word] < _YOUNG]
             kept = sorted(sorted(kept, key=strengths.__getitem__, reverse=True)[: most - _NEW])
             noise = float((belief.noise / self.sent.spread.median(dim=1).values).median())
@@ -161,63 +171,78 @@ class _Search:
             if noise < _CLEAR or (noise > _STILL * before and not grown and turn > 2 * _EVERY * _YOUNG):
                 break
             before = noise
+            gains = belief.gains(self.every)
+            gains[[*self._barred(), *words]] = 0
             words = [words[n] for n in kept]
+            new = self._best(gains, _NEW, words)
             age = {word: age[word] + 1 for word in words} | dict.fromkeys(new, 0)
-            belief.exchange([*range(own), *(own + n for n in kept)], self.rows[new])
+            belief.exchange([*range(own), *(own + n for n in kept)], self.every[new])
             words += new
-        strengths, gains = belief.strengths()[own:].tolist(), self._gains(belief, words)
+        strengths = belief.strengths()[own:].tolist()
         sent = [n for n, one in enumerate(strengths) if one > _SENT * lines]
-        chances = {}
-        for n in sent:
-            gains[words[n]] = strengths[n]
-            chances[words[n]] = expected_by_chance(gains)
-            gains[words[n]] = 0
+        sent.sort(key=lambda n: strengths[n] * (_MARGIN if words[n] >= len(self.rows) else 1), reverse=True)
+        decoys = [0, *accumulate(words[n] >= len(self.rows) for n in sent)]
+        last = max(n for n, some in enumerate(decoys) if some <= level * (n - some))
+        sent = [n for n in sent[:last] if words[n] < len(self.rows)]
         every = [*range(own), *(own + n for n in sent)]
         per_step = torch.einsum("pk,pnr->knr", base, belief.signals()[:, :, every])
-        return _Taken(tuple(words[n] for n in sent), belief.rows[every], per_step, belief.noise), chances
+        return _Taken(tuple(words[n] for n in sent), belief.rows[every], per_step, belief.noise)
+
+    def _barred(self) -> list[int]:
+        """Return what no sentence has, words and decoys."""
+        return [at + word for at in (0, len(self.rows)) for word in self.never]
 
     def _first_view(self) -> list[int]:
-        """Return the words that a linear view of what was sent shows first."""
-        rows = self.rows.float()  # half of the time, and it is a first view
+        """Return the words and decoys that a linear view of what was sent shows first."""
+        rows = self.every.float()  # half of the time, and it is a first view
         common = rows.T @ rows / len(rows)
         common.diagonal().add_(_RIDGE)
-        seen = torch.linalg.solve(common, self.sent.sent.float().T).T
+        inverse = torch.linalg.inv(common)
+        seen = self.sent.sent.float() @ inverse
         chance = (seen * self.sent.sent).mean(1, keepdim=True)
-        gains = ((seen @ rows.T).square() / chance).sum(0) / (torch.linalg.solve(common, rows.T).T * rows).sum(1)
-        gains[self.never] = 0
-        return [int(word) for word in gains.topk(min(_FIRST, len(gains))).indices]
+        gains = ((seen @ rows.T).square() / chance).sum(0) / ((rows @ inverse) * rows).sum(1)
+        gains[self._barred()] = 0
+        return self._best(gains, _FIRST, [])
 
-    def _gains(self, belief: Propagation, words: Sequence[int]) -> Tensor:
-        """Return [V] what each word beside those weighed would explain of what is left."""
-        gains = belief.gains(self.rows)
-        gains[[*self.never, *words]] = 0
-        return gains
+    def _best(self, gains: Tensor, most: int, held: Sequence[int]) -> list[int]:
+        """Return the words that explain most, none with nearly another's row: two such would share their signals."""
+        best = gains.topk(min(2 * most, len(gains))).indices
+        every = torch.cat([torch.tensor(held, dtype=torch.long, device=best.device), best])
+        alike = (self.every[best] @ self.every[every].T / self.every.shape[1] > _TWINS).tril(len(held) - 1)
+        return [int(word) for word in best[~alike.any(1)][:most]]
 
     def _proven(self, taken: _Taken) -> tuple[list[int], list[bool], int] | None:
         """Return the words that explained lines need, which of them are certain, and how many lines; None for none."""
-        base = self._times(max(int(_FULL * self.rows.shape[1] / len(taken.rows)), 1))
-        fit = SignalFit(self.sent.sent, self.sent.spread, self.sent.step, base)
-        found = fit.settled(self._start(fit, taken), taken.rows, _SETTLE, _TRIES)
-        lines = torch.where(self._chi2(fit, found, taken.rows) < self._limit(fit, taken.rows))[0]
+        most = max(int(_FULL * self.rows.shape[1] / len(taken.rows)), 1)
+        for count in (2 * _SMOOTH, most):
+            fit = SignalFit(self.sent.sent, self.sent.spread, self.sent.step, self._times(min(count, most)))
+            found = fit.settled(self._start(fit, taken), taken.rows, _SETTLE, _TRIES)
+            taken = replace(taken, sent=torch.einsum("pk,pnr->knr", fit.times, found.signals), noise=found.left.sqrt())
+        alone = self._free(fit, found, taken.rows)
+        lines = torch.where(self._chi2(fit, alone, taken.rows) < self._limit(fit, taken.rows))[0]
         if len(lines) == 0:
             return None
-        fit, found = fit.lines(lines), found.lines(lines)
+        fit, found, words, rows = fit.lines(lines), found.lines(lines), list(taken.words), taken.rows
         own = len(self.beside)
-        need = self._needs(fit, found, taken.rows)
-        kept = torch.where(need.mean(0) > IDLE)[0].tolist()
-        words, rows = [taken.words[n] for n in kept], taken.rows[[*range(own), *(own + n for n in kept)]]
-        found = self._only(fit, found, [*range(own), *(own + n for n in kept)], rows)
+        # of two words with one row neither is needed beside the other: the weaker half goes, and those left are asked
+        while words and float((need := self._needs(fit, found, rows)).mean(0).min()) <= IDLE:
+            order = need.mean(0).argsort().tolist()
+            gone = order[: (int((need.mean(0) <= IDLE).sum()) + 1) // 2]
+            kept = [n for n in range(len(words)) if n not in gone]
+            words, every = [words[n] for n in kept], [*range(own), *(own + n for n in kept)]
+            rows = rows[every]
+            found = self._only(fit, found, every, rows)
         need = self._needs(fit, found, rows)
         chi2 = self._chi2(fit, self._free(fit, found, rows), rows, lines)
         still = chi2 < self._limit(fit, rows)
-        if not kept or not bool(still.any()):
+        if not words or not bool(still.any()):
             return None
         chance = beyond_chance(int(still.sum()))
         strengths = need[still].sum(0)
         alone_costs = strengths * (1 - likest(self.rows, rows, words, self.never))
         free = self.rows.shape[1] - fit.times.shape[0] * len(rows)
         error = float((fit.error[still] / fit.sent[still].square().mean(1, keepdim=True).sqrt()).log().mean())
-        lone = log_sets(len(self.rows), len(kept)) + int(still.sum()) * free * error < RARE
+        lone = log_sets(len(self.rows), len(words)) + int(still.sum()) * free * error < RARE
         hidden = could_hide(float(chi2[still].mean()), int(still.sum()) * free)
         certain = lone & (strengths > hidden) & (alone_costs > chance)
         return words, [bool(one) for one in certain.tolist()], int(still.sum())

@@ -153,27 +153,3 @@ class SignalFit:
         fit, slopes = self.step.taken(self.gradients(signals, rows))
         off = (weights * (self.sent - fit).square()).sum(1)
         return fit, slopes, off + (signals.square() / wide[:, None]).sum((0, 2))
-
-    def gains(self, found: StepSignals, rows: Tensor, bases: Tensor) -> Tensor:
-        """Return [n, V] how much of the squares left each row beside would explain, as the fit stands.
-
-        Args:
-            found: signals so far.
-            rows: [V, d].
-            bases: [b, K] how the row's own signals may change from step to step.
-        """
-        weights = 1 / (self.error.square() + found.left[:, None])
-        by_base = torch.einsum("bk,knd->bnd", bases, found.slopes)
-        rest = weights * (self.sent - found.fit)
-        pull = torch.stack([(slope * rest) @ rows.T for slope in by_base], -1)
-        squares = rows.square().T
-        normal = pull.new_zeros(*pull.shape, len(bases))
-        for i, one in enumerate(by_base):
-            for j, other in enumerate(by_base[: i + 1]):
-                normal[..., i, j] = normal[..., j, i] = (weights * one * other) @ squares
-        scale = normal.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(rows.dtype).tiny).rsqrt()
-        normal = normal * scale[..., :, None] * scale[..., None, :]
-        normal.diagonal(dim1=-2, dim2=-1).add_(_LOOSE)
-        pull = pull * scale
-        gain: Tensor = (pull * torch.linalg.solve(normal, pull)).sum(-1)
-        return gain
