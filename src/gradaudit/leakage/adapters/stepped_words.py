@@ -37,7 +37,7 @@ _RIDGE = 0.5
 """Share of a word's own direction that the first view takes for what all words have in common."""
 _TWINS = 0.98
 """Cosine of two rows above which they are taken for one."""
-_TURNS, _EVERY, _YOUNG = 60, 3, 2
+_TURNS, _EVERY, _YOUNG = 90, 3, 2
 """Turns at most, turns between exchanges of candidates, and exchanges before a new one is judged."""
 _HEARD, _SENT = 2.0, 3.0
 """Squared errors a line that a word explains to stay a candidate, and to count as sent (chance makes 1 of one word; the
@@ -45,8 +45,9 @@ strongest wrong one of a batch of eight made 2 on the way, and right ones 6 at l
 _MARGIN = 2.0
 """A word counts where it is so many times as strong as decoys: chance's best ones are often words (of changes that no
 word made, three tiny models: 3 and 4 words were stronger than any decoy, none twice as strong)."""
-_CLEAR, _STILL = 300.0, 0.9
-"""Noise at which descent does the rest, in errors, and what is left of it after an exchange where nothing moves."""
+_CLEAR, _STILL, _PATIENT = 300.0, 0.95, 4
+"""Noise at which descent does the rest, in errors; what is left of it after an exchange where nothing moves, and such
+exchanges in a row that end the search."""
 _FULL = 0.6
 """Signals of a line at most, as a share of its entries."""
 _SETTLE, _TRIES = 12, 4
@@ -157,7 +158,7 @@ class _Search:
             self.sent.sent, self.sent.spread, self.sent.step, base, self.whole,
             torch.cat([self.beside, self.every[words]]),
         )  # fmt: skip
-        before = math.inf
+        before, still = math.inf, 0
         for turn in range(_TURNS):
             belief.turn()
             step(f"words of adapters, {self.steps} steps together", turn + 1, _TURNS)
@@ -168,9 +169,10 @@ class _Search:
             kept = sorted(sorted(kept, key=strengths.__getitem__, reverse=True)[: most - _NEW])
             noise = float((belief.noise / self.sent.spread.median(dim=1).values).median())
             grown = any(strengths[n] > _SENT * lines and age[word] < _YOUNG for n, word in enumerate(words))
-            if noise < _CLEAR or (noise > _STILL * before and not grown and turn > 2 * _EVERY * _YOUNG):
+            still = 0 if noise < _STILL * before or grown else still + 1
+            if noise < _CLEAR or still == _PATIENT:
                 break
-            before = noise
+            before = min(noise, before)
             gains = belief.gains(self.every)
             gains[[*self._barred(), *words]] = 0
             words = [words[n] for n in kept]
