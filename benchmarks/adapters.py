@@ -25,7 +25,7 @@ from grid import Cell, Done, Program, main, mean_of
 
 from gradaudit.metrics.summary import summarize
 
-DRAW, LATER, NOISY, PRECISE, FIRST = 5051, 7079, 8087, 9091, 10103
+DRAW, LATER, NOISY, PRECISE, FIRST = 5051, 12119, 8087, 9091, 10103
 DRAWS = {"several": LATER, "noise": NOISY, "noisy": NOISY, "precision": PRECISE, "fresh": FIRST}
 """Draws that nobody saw before the method stood."""
 
@@ -134,11 +134,13 @@ GROUPS = {
         for b, n, how in (
             (1, 10, {"epochs": 2}),
             (2, 5, {"epochs": 2}),
+            (8, 3, {"epochs": 2}),
             (1, 5, {"epochs": 2, "warmup": 0}),
-            (1, 3, {"epochs": 4}),
-            (1, 2, {"epochs": 10}),
+            (1, 5, {"epochs": 4}),
+            (8, 2, {"epochs": 4}),
+            (1, 5, {"epochs": 10}),
+            (8, 2, {"epochs": 10}),
             (8, 2, {"epochs": 1, "minibatch": 4}),
-            (8, 2, {"epochs": 2}),
         )
     ],
 }
