@@ -45,7 +45,7 @@ strongest wrong one of a batch of eight made 2 on the way, and right ones 6 at l
 _MARGIN = 2.0
 """A word counts where it is so many times as strong as decoys: chance's best ones are often words (of changes that no
 word made, three tiny models: 3 and 4 words were stronger than any decoy, none twice as strong)."""
-_CLEAR, _STILL, _PATIENT = 300.0, 0.95, 4
+_CLEAR, _STILL, _PATIENT = 300.0, 0.95, 6
 """Noise at which descent does the rest, in errors; what is left of it after an exchange where nothing moves, and such
 exchanges in a row that end the search."""
 _FULL = 0.6
