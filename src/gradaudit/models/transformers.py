@@ -14,7 +14,8 @@ from torch.func import functional_call
 from transformers.cache_utils import DynamicCache
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
-from gradaudit.models.families import Family, family_of
+from gradaudit.models.families import family_of
+from gradaudit.models.family import Family
 from gradaudit.models.model import FirstInputs, Model, Past, SpecialTokens, Weights
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
