@@ -5,7 +5,7 @@ family, add a class with the attributes of `Family` in `encoders.py` or `decoder
 """
 
 from gradaudit.errors import NotSupportedError
-from gradaudit.models.decoders import GPT2, Llama
+from gradaudit.models.decoders import GPT2, Gemma, Gemma2, Gemma3, Llama, Phi, Phi3, Qwen3
 from gradaudit.models.encoders import Bert, DistilBert, Electra, MPNet, Roberta
 from gradaudit.models.family import Family
 
@@ -20,19 +20,19 @@ FAMILIES: dict[str, type[Family]] = {
     # Llama's blocks, with biases of q, k and v or with a sliding window, which no text that is read is longer than
     "qwen2": Llama,
     "mistral": Llama,
+    "qwen3": Qwen3,
+    "phi": Phi,
+    "phi3": Phi3,
+    "gemma": Gemma,
+    "gemma2": Gemma2,
+    "gemma3_text": Gemma3,
 }
 """By transformers' `model_type`."""
 _APART = "attention compares content with relative places in products of their own"
-_SCALED = "its word vectors are scaled behind the embedding, and its norms add one to their weights"
 REFUSED = {
     "deberta": _APART,
     "deberta-v2": _APART,
-    "qwen3": "it normalizes each head's queries and keys behind their matrices",
-    "gemma": _SCALED,
-    "gemma2": _SCALED,
-    "gemma3_text": _SCALED,
-    "phi": "attention and feed-forward read the same rows side by side, and only a part of each head is rotated",
-    "phi3": "its queries, keys and values are one matrix of unequal parts",
+    "gemma3": "it reads images, too; its text part alone, gemma3_text, is supported",
 }
 """Why others that people ask for are not there: what of them nothing here computes."""
 

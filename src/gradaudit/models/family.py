@@ -23,6 +23,10 @@ class Family(ABC):
     causal: bool
     absolute_positions: bool = True
     dropout_before_norm: bool = False
+    lost: int = 0
+    """Coordinates of a head's query or key whose slopes are always zero: norms behind the matrices take them away."""
+    plain_scores: bool = True
+    """False where more than a scale stands between products of queries with keys and the softmax."""
     base: str
     """Attribute of the module that holds the model without its head; paths below are inside it."""
     block_list: str
@@ -74,9 +78,33 @@ class Family(ABC):
         """Return what is added to all attention scores by position, [heads, T, T]; None for nothing."""
         return None
 
+    def entering(self, vectors: Tensor) -> Tensor:
+        """Return what the core takes in place of token ids, from rows of the word embedding [B, T, d]."""
+        return vectors
+
+    def next_words(self, hidden: Tensor) -> Tensor:
+        """Return a decoder's logits [B, T, V] from its last hidden states [B, T, d]."""
+        logits: Tensor = self.module.lm_head(hidden)
+        return logits
+
     def turned(self, vectors: Tensor, positions: Tensor) -> Tensor:
         """Return queries or keys [n, heads, h] as attention compares them at positions [n]: as they are, but rotary."""
         return vectors
+
+    def compared(self, layer: int, role: str, sent: Tensor) -> Tensor:
+        """Return queries or keys [n, heads, h] as attention turns and compares them, from what their matrix made."""
+        return sent
+
+    def returned(self, layer: int, role: str, sent: Tensor, slopes: Tensor) -> Tensor:
+        """Return slopes at what a query's or key's matrix made, from slopes at what attention compares.
+
+        Args:
+            layer: block.
+            role: "q" or "k".
+            sent: [n, heads, h] what the matrix made.
+            slopes: [n, heads, t, h], t for each.
+        """
+        return slopes
 
     @contextmanager
     def classifying(self) -> Iterator[None]:
