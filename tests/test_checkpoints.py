@@ -78,6 +78,17 @@ def test_two_folders_of_other_families_give_exact_sentences(folders, tmp_path, g
     assert sorted(json.loads(out)["ids"]) == sorted(words(text)["input_ids"] for text in TEXTS)
 
 
+def test_code_that_a_configuration_names_is_left_out_of_the_bundle(folders, tmp_path, gradaudit):
+    """Published Phi models name their first code so, though transformers has its own by now."""
+    before, after, _ = two(folders, tmp_path, family="phi3", optimizer=torch.optim.SGD)
+    for folder in (before, after):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "someone.Config"}}))
+    code, _, err = gradaudit("bundle", tmp_path / "up", "--before", before, "--after", after)
+    assert code == 0, err
+    assert load_bundle(tmp_path / "up").tensors
+
+
 def test_it_is_what_capture_writes_of_the_same_step(folders, tmp_path, gradaudit):
     module, tokenizer, step = trained(folders)
     module.save_pretrained(tmp_path / "A")

@@ -234,9 +234,14 @@ def test_first_inputs_and_their_parts_are_the_block_0_inputs(load, family):
 @pytest.mark.parametrize("family", EVERY)
 def test_a_model_in_bfloat16_enters_what_its_parts_round_to(folders, family):
     model = load_model(ModelSpec(f"random:{folders[family]}", weights="bfloat16"))
+    rng = stream(0, "norms")
+    with torch.no_grad():
+        for p in model.parameters().values():
+            if p.dim() == 1:  # what a norm of ones ends with is rounded once, wherever it rounds
+                p.copy_((1 + 0.2 * torch.randn(p.shape, generator=rng)).bfloat16())
     parts, ids = model.first_input_parts(), torch.arange(model.vocabulary_size)
     rounded = [parts.low(position, ids, torch.bfloat16) for position in (0, 3)]
-    if model.absolute_positions:  # others' norm is of ones, and no position is added
+    if model.absolute_positions or parts.unit_rounded or parts.scale != 1:
         assert not torch.equal(rounded[1], model.first_inputs(3).bfloat16()), "steps on the way round, too"
     model.module.to(torch.bfloat16)
     for position, found in zip((0, 3), rounded, strict=True):
@@ -308,6 +313,51 @@ def test_other_decoders_are_read(load, task, attack):
         found = build("attack", attack, {})(seen_of(Client(model), batch), stream(0, "attack"))
         kept = ids if task == "classification" else ids[:, :-1]  # the last word of all enters no gradient
         assert sorted(row[: kept.shape[1]] for row in found.sequences) == sorted(map(tuple, kept.tolist())), family
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_slopes_at_queries_and_keys_go_back_through_the_norms_of_heads(load, family):
+    """Against autograd through transformers' own norm, and the norm takes as many directions away as a family says."""
+    model = load(family)
+    paths = {"qwen3": "self_attn.{}_norm", "gemma3_text": "self_attn.{}_norm"}
+    for role in "qk":
+        sent = model.project(1, role, model.attention_inputs(1, torch.tensor([[11, 25, 40]]))[0])
+        every = torch.eye(sent.shape[-1]).expand(*sent.shape, -1)
+        found = model.family.returned(1, role, sent, every)
+        assert set(torch.linalg.matrix_rank(found, rtol=1e-4).flatten().tolist()) == {
+            sent.shape[-1] - model.family.lost
+        }
+        if family not in paths:
+            assert torch.equal(found, every)
+            assert torch.equal(model.family.compared(1, role, sent), sent)
+            continue
+        norm = model.family.blocks[1].get_submodule(paths[family].format(role))
+        for n, head in ((0, 0), (2, 1)):
+            torch.testing.assert_close(model.family.compared(1, role, sent)[n, head], norm(sent[n, head]))
+            expected = torch.autograd.functional.jacobian(norm, sent[n, head])
+            torch.testing.assert_close(found[n, head], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_phi_is_read_with_norms_of_heads_and_refused_with_dropout_of_its_words(folders, tmp_path):
+    config = json.loads((folders["phi"] / "config.json").read_text())
+    other = make_folder("phi", tmp_path / "model")
+    (other / "config.json").write_text(json.dumps(config | {"qk_layernorm": True}))
+    model = tiny(other)
+    sent = 100 * model.project(0, "q", model.first_inputs(0)[:3])  # far above the eps of the norm
+    every = torch.eye(sent.shape[-1]).expand(*sent.shape, -1)
+    left = torch.linalg.matrix_rank(model.family.returned(0, "q", sent, every), rtol=1e-4)
+    assert set(left.flatten().tolist()) == {sent.shape[-1] - model.family.lost}
+    (other / "config.json").write_text(json.dumps(config | {"embd_pdrop": 0.1}))
+    with pytest.raises(NotSupportedError, match="dropout of its word vectors"):
+        load_model(ModelSpec(f"random:{other}"))
+
+
+def test_a_gemma_that_sees_both_sides_is_refused(folders, tmp_path):
+    config = json.loads((folders["gemma3_text"] / "config.json").read_text())
+    other = make_folder("gemma3_text", tmp_path / "model")
+    (other / "config.json").write_text(json.dumps(config | {"use_bidirectional_attention": True}))
+    with pytest.raises(NotSupportedError, match="sees what comes after"):
+        load_model(ModelSpec(f"random:{other}"))
 
 
 def test_gpt2_groups_and_unknown_names(load):

@@ -66,7 +66,8 @@ _NUMBERS: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "phi3": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2},
     "gemma": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 6},
-    "gemma2": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 6, "final_logit_softcapping": 3.0},
+    "gemma2": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 6,
+               "final_logit_softcapping": 3.0},
     "gemma3_text": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 12,
                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }  # fmt: skip

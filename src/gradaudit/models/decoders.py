@@ -117,7 +117,7 @@ class Llama(_DecoderFamily):
     def returned(self, layer: int, role: str, sent: Tensor, slopes: Tensor) -> Tensor:
         if role not in self.head_norms:
             return slopes
-        each = sent[:, :, None].expand(torch.broadcast_shapes(sent[:, :, None].shape, slopes.shape))
+        each = sent[:, :, None] + torch.zeros_like(slopes)
         with torch.enable_grad():
             back = torch.func.vjp(lambda some: self.compared(layer, role, some), each)[1]
             out: Tensor = back(slopes.expand_as(each))[0]
@@ -190,7 +190,8 @@ class Gemma(Llama):
             raise NotSupportedError("a Gemma that sees what comes after a word is not supported")
 
     def entering(self, vectors: Tensor) -> Tensor:
-        return vectors * self.core.embed_tokens.embed_scale.to(vectors)
+        scale: Tensor = self.core.embed_tokens.embed_scale.to(vectors)
+        return vectors * scale
 
     def first_input_parts(self, longest: int) -> FirstInputs:
         table: Any = self.core.embed_tokens

@@ -43,8 +43,8 @@ class FirstInputs:
         bias: [d] shift, zeros for RMS norms.
         eps: the normalization's.
         centered: True for LayerNorm (the mean is taken off), False for RMS norm.
-        unit_rounded: True where low precision rounds before the weight, too (Llama's norm), False where at the end only.
-        scale: what words were multiplied by behind their table (Gemma), which low precision rounds and so does its product.
+        unit_rounded: True where low precision rounds before the weight, too (Llama's norm), and not at the end alone.
+        scale: what words were multiplied by behind their table (Gemma): low precision rounds it, and the product.
     """
 
     words: Tensor

@@ -27,7 +27,7 @@ _RUNS, _FEW = 16, 2
 Place = tuple[int, ...]
 """The words before, first to last."""
 Returned = Callable[[str, Tensor, Tensor], Tensor]
-"""(role, words [w], slopes [w or n, heads, t, h] at what attention compares) -> slopes at what the role's matrix made."""
+"""(role, words [w], slopes [w or n, heads, t, h] at what attention compares) -> slopes at what a matrix made."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class WordSignals:
         positions: of the words, where their rows have one; None where a word fits anywhere.
         returned: takes slopes through what stands between a matrix and the comparison; None where nothing does.
         lost: coordinates of a head that it always loses.
+        balanced: True where what comes back to a query's scores sums to zero, as behind a softmax of plain products.
     """
 
     toward_queries: Tensor
@@ -57,6 +58,7 @@ class WordSignals:
     positions: Sequence[int] | None = None
     returned: Returned | None = None
     lost: int = 0
+    balanced: bool = True
 
     def fits(self, word: int, place: Place) -> bool:
         """Say whether a word can stand there."""
@@ -88,8 +90,7 @@ class WordSignals:
             atoms = torch.cat([self.past(place) for place in places[0]], 1)[None]
         else:
             atoms = torch.stack([torch.cat([self.past(place) for place in some], 1) for some in places])
-        # the rows of S sum to zero: what is added to one key is taken from the word's own
-        return self._rest("q", index, atoms - own)
+        return self._rest("q", index, self._beside(atoms, own))
 
     def needed(self, word: int, places: Sequence[Place]) -> bool:
         """Say whether no word of a word's places could be left out: each got something back from its query.
@@ -100,7 +101,7 @@ class WordSignals:
         keys = self._turned(self.keys, [w for w, _ in seen], [n for _, n in seen])
         keys = keys.repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 0)
         own = self.keys[word].repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 0)[:, None]
-        without = [torch.cat([keys[:, :n], keys[:, n + 1 :]], 1) - own for n in range(len(seen))]
+        without = [self._beside(torch.cat([keys[:, :n], keys[:, n + 1 :]], 1), own) for n in range(len(seen))]
         return min(self._rest("q", torch.tensor([word], device=own.device), torch.stack(without)), default=0.0) >= 1
 
     def ends(self, word: int, futures: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
@@ -117,6 +118,12 @@ class WordSignals:
             heads, count, width = seen.shape
             atoms.append(seen.reshape(heads // group, group * count, width))
         return self._rest("k", torch.tensor([word], device=self.keys.device), torch.stack(atoms)) if atoms else []
+
+    def _beside(self, keys: Tensor, own: Tensor) -> Tensor:
+        """Return what a query's signal is made of, of keys [..., t, h] and the word's own [..., 1, h]."""
+        if self.balanced:  # what is added to one key is taken from the word's own
+            return keys - own
+        return torch.cat([keys + torch.zeros_like(own), own + torch.zeros_like(keys[..., :1, :])], -2)
 
     def _rest(self, role: str, words: Tensor, atoms: Tensor) -> list[float]:
         """Return what atoms leave of some words' signals; see `_left`."""

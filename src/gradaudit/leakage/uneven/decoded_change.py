@@ -50,14 +50,14 @@ class DecodedChange:
         return [self.gradient(seen, entries, drawn) for drawn in (1.0, -1.0)] if self.told.whole else []
 
     def words(self, model: TextModel, entries: Entries) -> WordSignals | None:
-        """Return what came back to the queries and keys of rows that no dropout touched; None where it tells no order.
+        """Return what came back to the queries and keys of rows that no dropout touched; None where it was not seen.
 
         Args:
             model: the model.
             entries: of its block 0.
         """
         views, family = [model.views(0, role)[0].name for role in "qk"], model.family
-        if not (set(views) <= set(entries.groups) and family.plain_scores):
+        if not set(views) <= set(entries.groups):
             return None
         # what is not explained lies on the signals, too
         errors = entries.parts(self.told.error * max(1.0, self.told.chi2) ** 0.5)
@@ -77,5 +77,5 @@ class DecodedChange:
         def returned(role: str, words: Tensor, slopes: Tensor) -> Tensor:
             return family.returned(0, role, sent[role][words], slopes)
 
-        beside = (family.turned, places, returned, family.lost)
+        beside = (family.turned, places, returned, family.lost, family.plain_scores)
         return WordSignals(toward[0], toward[1], unsure[0], unsure[1], queries, keys, *beside)

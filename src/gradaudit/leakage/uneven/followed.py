@@ -8,8 +8,6 @@ from gradaudit.leakage.uneven.entries import Entries
 from gradaudit.types import Observation, Reconstruction
 
 LAST_MISSING = "the last word of a sentence leaves nothing in block 0 and is missing"
-UNSEEN = "the changes of queries or keys of block 0 were not seen"
-BENT = "this model bends the scores of attention, and what comes back to them tells no order"
 NOT_EXPLAINED = "the rows that were decoded do not explain every weight's rounding: nothing is proven"
 
 
@@ -26,8 +24,7 @@ def followed(seen: Observation, changes: Entries, found: DecodedChange, details:
     words = [row.token for row in found.rows]
     signals = found.words(model, changes)
     if signals is None:
-        why = UNSEEN if model.family.plain_scores else BENT
-        notes.append(f"{why}: the words cannot be put in order")
+        notes.append("the changes of queries or keys of block 0 were not seen: the words cannot be put in order")
         return Reconstruction((tuple(words)[: model.max_length],), None, ("guess",), tuple(notes), details)
     tree = read_sentences(signals)
     proofs = found.told.whole and model.spec.task != "causal-lm"
