@@ -133,10 +133,11 @@ def tiny(
     """Return a fresh tiny model; every parameter drawn, so that no bias is zero and no norm is the identity."""
     model = load_model(ModelSpec(f"random:{folder}", task, labels, seed, layers))  # type: ignore[arg-type]
     rng = stream(seed, "biases and norms")
+    scale = 0.0 if model.module.config.model_type.startswith("gemma") else 1.0  # Gemma's norms add one themselves
     with torch.no_grad():
         for name, p in model.parameters().items():
             if p.dim() == 1:
-                p.copy_(0.2 * torch.randn(p.shape, generator=rng) + (0.0 if name.endswith("bias") else 1.0))
+                p.copy_(0.2 * torch.randn(p.shape, generator=rng) + (0.0 if name.endswith("bias") else scale))
     return model
 
 
