@@ -28,7 +28,7 @@ FAMILIES: dict[str, type[Family]] = {
     "gemma3_text": Gemma3,
 }
 """By transformers' `model_type`."""
-_APART = "attention compares content with relative places in products of their own"
+_APART = "the rows of its words have no places, and queries and keys read the relative places as well"
 REFUSED = {
     "deberta": _APART,
     "deberta-v2": _APART,
