@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -143,7 +145,7 @@ cli.main()
 
 @REAL
 def test_two_machines_of_a_cluster_that_was_there_before_give_the_table_of_one_run(sweep: Path, tmp_path: Path):
-    """`ray start` twice, with one core each: what two machines would do, in the docs' own commands."""
+    """`ray start` twice, with one core each, in a folder of their own: others on this machine must not find them."""
     program = f"""
 from pathlib import Path
 import ray
@@ -164,9 +166,10 @@ cli.main()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
+    short = tempfile.mkdtemp(prefix="ray")  # its sockets' paths have 107 characters at most
     ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1"]
     starts = [
-        [*ray, "--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false"],
+        [*ray, "--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false", f"--temp-dir={short}"],
         [*ray, f"--address={address}"],
     ]
     machines = []
@@ -184,6 +187,7 @@ cli.main()
         for machine in reversed(machines):
             machine.terminate()
             machine.communicate(timeout=60)
+        shutil.rmtree(short)
     assert rows_of(tmp_path / "many") == rows_of(tmp_path / "one")
     assert len(list(tmp_path.glob("node-*"))) == 2
 
