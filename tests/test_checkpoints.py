@@ -319,7 +319,7 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
             return [before, where / "y.pt"], "pickled code"
         case "old pickle":
             (where / "x.pt").write_bytes(pickle.dumps({"w": Code()}))
-            return [before, where / "x.pt"], "cannot be read as weights"
+            return [before, where / "x.pt"], "no file of torch 1.6 or later"
         case "objects":
             np.savez(where / "x.npz", np.array([Code()], dtype=object))
             return [before, where / "x.npz"], "arrays"
@@ -349,6 +349,10 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
             return [before, where / "x.safetensors"], "weights were given where a change was expected"
         case "nothing changed":
             return [before, before], "are the same"
+        case "no number":
+            weights[first][0, 0] = float("nan")
+            save_file(weights, after / "model.safetensors", {"format": "pt"})
+            return [before, after], "NaN or infinite"
         case "infinite":
             save_file(weights | {first: weights[first] / 0}, after / "model.safetensors", {"format": "pt"})
             return [before, after], "NaN or infinite"
@@ -395,7 +399,7 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
     "fault",
     ["code", "old pickle", "objects", "the moon", "another shape", "missing", "another family", "other weights",
      "a change", "weights for a change", "nothing changed",
-     "infinite", "no tokenizer", "no model", "too few", "untied", "pickle folder",
+     "infinite", "no number", "no tokenizer", "no model", "too few", "untied", "pickle folder",
      "none there", "dropout", "a dropout of one", "half a training", "a training", "a field", "a defense"],
 )  # fmt: skip
 def test_a_mistake_gets_one_sentence_and_nothing_is_written(folders, tmp_path, gradaudit, capsys, fault):
