@@ -78,6 +78,17 @@ def test_two_folders_of_other_families_give_exact_sentences(folders, tmp_path, g
     assert sorted(json.loads(out)["ids"]) == sorted(words(text)["input_ids"] for text in TEXTS)
 
 
+def test_code_that_a_configuration_names_is_left_out_of_the_bundle(folders, tmp_path, gradaudit):
+    """Published Phi models name their first code so, though transformers has its own by now."""
+    before, after, _ = two(folders, tmp_path, family="phi3", optimizer=torch.optim.SGD)
+    for folder in (before, after):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "someone.Config"}}))
+    code, _, err = gradaudit("bundle", tmp_path / "up", "--before", before, "--after", after)
+    assert code == 0, err
+    assert load_bundle(tmp_path / "up").tensors
+
+
 def test_it_is_what_capture_writes_of_the_same_step(folders, tmp_path, gradaudit):
     module, tokenizer, step = trained(folders)
     module.save_pretrained(tmp_path / "A")
@@ -308,7 +319,7 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
             return [before, where / "y.pt"], "pickled code"
         case "old pickle":
             (where / "x.pt").write_bytes(pickle.dumps({"w": Code()}))
-            return [before, where / "x.pt"], "cannot be read as weights"
+            return [before, where / "x.pt"], "no file of torch 1.6 or later"
         case "objects":
             np.savez(where / "x.npz", np.array([Code()], dtype=object))
             return [before, where / "x.npz"], "arrays"
@@ -338,6 +349,10 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
             return [before, where / "x.safetensors"], "weights were given where a change was expected"
         case "nothing changed":
             return [before, before], "are the same"
+        case "no number":
+            weights[first][0, 0] = float("nan")
+            save_file(weights, after / "model.safetensors", {"format": "pt"})
+            return [before, after], "NaN or infinite"
         case "infinite":
             save_file(weights | {first: weights[first] / 0}, after / "model.safetensors", {"format": "pt"})
             return [before, after], "NaN or infinite"
@@ -384,7 +399,7 @@ def spoiled(fault: str, folders, where: Path) -> tuple[list[Any], str]:
     "fault",
     ["code", "old pickle", "objects", "the moon", "another shape", "missing", "another family", "other weights",
      "a change", "weights for a change", "nothing changed",
-     "infinite", "no tokenizer", "no model", "too few", "untied", "pickle folder",
+     "infinite", "no number", "no tokenizer", "no model", "too few", "untied", "pickle folder",
      "none there", "dropout", "a dropout of one", "half a training", "a training", "a field", "a defense"],
 )  # fmt: skip
 def test_a_mistake_gets_one_sentence_and_nothing_is_written(folders, tmp_path, gradaudit, capsys, fault):

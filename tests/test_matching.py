@@ -20,7 +20,7 @@ from gradaudit.leakage.observed import as_gradient, nearest_tokens, word_gradien
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining
-from tiny_models import FAMILIES, SETTINGS, batch_of, doubled, made_by, seen_of, sentences, summed
+from tiny_models import EVERY_SETTING, FAMILIES, SETTINGS, batch_of, doubled, made_by, seen_of, sentences, summed
 
 
 def plain_squared(p: list[Tensor], o: list[Tensor], l1: float) -> Tensor:
@@ -130,7 +130,7 @@ def test_what_is_rounding_alone_does_not_count_in_a_cosine(load, noise):
 
 
 @pytest.mark.parametrize("selection", ["all", "0:q,k 1:*", "2:v,f head"])
-@pytest.mark.parametrize(("family", "task"), SETTINGS)
+@pytest.mark.parametrize(("family", "task"), EVERY_SETTING)
 def test_the_truth_predicts_the_observation(load, family, task, selection):
     """The oracle is the client's own gradient: autograd of the whole loss, without factors."""
     model = load(family, task)

@@ -22,6 +22,8 @@ from tiny_models import (
     EVERY,
     EVERY_SETTING,
     LONGEST,
+    NEWER_DECODERS,
+    WIDTH,
     WORDS,
     batch_of,
     hidden_states,
@@ -49,7 +51,13 @@ PATHS = {
               "mlp.gate_proj+mlp.up_proj mlp.down_proj"),
     "mistral": ("model.layers.{}", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
                 "mlp.gate_proj+mlp.up_proj mlp.down_proj"),
+    "phi": ("model.layers.{}", "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.dense mlp.fc1 mlp.fc2"),
+    "phi3": ("model.layers.{}", "self_attn.qkv_proj self_attn.qkv_proj self_attn.qkv_proj self_attn.o_proj "
+             "mlp.gate_up_proj mlp.down_proj"),
 }  # fmt: skip
+PATHS |= dict.fromkeys(("qwen3", "gemma", "gemma2", "gemma3_text"), PATHS["llama"])
+FUSED = {"gpt2": {"qkv": (WIDTH, WIDTH, WIDTH)}, "phi3": {"qkv": (WIDTH, WIDTH // 2, WIDTH // 2), "f": (48, 48)}}
+"""Outputs of the roles, or of gate and up, that lie in one matrix."""
 """The test's own table of where transformers keeps each role's module."""
 
 
@@ -114,9 +122,12 @@ def test_views_are_the_products_of_errors_and_inputs(load, family, task):
 
         def after(module, _, error):
             x, d = inputs[layer, role, path].flatten(0, 1), error[0].flatten(0, 1)
-            if family == "gpt2" and role in "qkv":
-                d = d.chunk(3, 1)["qkv".index(role)]  # as transformers splits c_attn's output
-            caught.setdefault((layer, role), []).append((x, d))
+            parts = (d,)
+            for fused, sizes in FUSED.get(family, {}).items():
+                if role in fused:  # as transformers splits the output
+                    parts = d.split(sizes, 1)
+                    parts = parts if len(fused) == 1 else (parts[fused.index(role)],)
+            caught.setdefault((layer, role), []).extend((x, part) for part in parts)
 
         handles.extend([module.register_forward_pre_hook(before), module.register_full_backward_hook(after)])
 
@@ -134,7 +145,7 @@ def test_views_are_the_products_of_errors_and_inputs(load, family, task):
             views = model.views(layer, role)
             found = [view(gradient[view.parameter]) for view in views]
             expected = [d.T @ x for x, d in caught[layer, role]]
-            assert len(found) == len(expected) == len(PATHS[family][1].split()[ROLES.index(role)].split("+"))
+            assert len(found) == len(expected) >= len(PATHS[family][1].split()[ROLES.index(role)].split("+"))
             for one in expected:  # backward hooks fire in any order
                 assert any(f.shape == one.shape and torch.allclose(f, one, rtol=1e-3, atol=1e-5) for f in found)
             assert all(view.name.startswith(f"{layer}.{role}") for view in views)
@@ -142,15 +153,15 @@ def test_views_are_the_products_of_errors_and_inputs(load, family, task):
 
 
 class Unfused(nn.Module):
-    """GPT-2's c_attn as three separate linear layers."""
+    """A matrix of several parts as so many linear layers."""
 
-    def __init__(self, fused) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        thirds = [w.T.contiguous() for w in fused.weight.detach().chunk(3, 1)]
-        self.parts = nn.ModuleList(nn.Linear(len(w), len(w)) for w in thirds)
+        self.parts = nn.ModuleList(nn.Linear(weight.shape[1], size, bias is not None) for size in sizes)
         with torch.no_grad():
-            for part, w, b in zip(self.parts, thirds, fused.bias.detach().chunk(3), strict=True):
+            for part, w in zip(self.parts, weight.split(sizes), strict=True):
                 part.weight.copy_(w)
+            for part, b in zip(self.parts, () if bias is None else bias.split(sizes), strict=bias is not None):
                 part.bias.copy_(b)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,19 +169,26 @@ class Unfused(nn.Module):
 
 
 @pytest.mark.parametrize("task", ["classification", "causal-lm"])
-def test_gpt2_views_equal_autograd_on_an_unfused_twin(load, folders, task):
-    model, twin = load("gpt2", task), tiny(folders["gpt2"], task)
+@pytest.mark.parametrize(
+    ("family", "place", "roles"),
+    [("gpt2", "transformer.h.{}.attn.c_attn", "qkv"), ("phi3", "model.layers.{}.self_attn.qkv_proj", "qkv"),
+     ("phi3", "model.layers.{}.mlp.gate_up_proj", "f")],
+)  # fmt: skip
+def test_views_of_a_matrix_of_parts_equal_autograd_on_an_unfused_twin(load, folders, family, place, roles, task):
+    model, twin = load(family, task), tiny(folders[family], task)
     batch = batch_of(model, sentences((4, 5), 4))
-    gradient = gradients(model, batch)
-    apart = [Unfused(block.attn.c_attn) for block in twin.module.transformer.h]
-    for block, parts in zip(twin.module.transformer.h, apart, strict=True):
-        block.attn.c_attn = parts
+    gradient, apart = gradients(model, batch), []
+    for layer in range(DEPTH):
+        old = twin.module.get_submodule(place.format(layer))
+        weight = old.weight.detach().T if family == "gpt2" else old.weight.detach()
+        apart.append(Unfused(weight, old.bias, FUSED[family][roles]))
+        twin.module.set_submodule(place.format(layer), apart[-1])
     weights = [part.weight for parts in apart for part in parts.parts]
     expected = iter(torch.autograd.grad(twin.loss(**arguments(batch)), weights))
     for layer in range(DEPTH):
-        for role in "qkv":
-            (view,) = model.views(layer, role)
+        for view in [view for role in roles for view in model.views(layer, role)]:
             torch.testing.assert_close(view(gradient[view.parameter]), next(expected), rtol=1e-4, atol=1e-6)
+    assert next(expected, None) is None
 
 
 def test_two_token_sentence_tells_query_key_and_value_apart(load):
@@ -216,9 +234,14 @@ def test_first_inputs_and_their_parts_are_the_block_0_inputs(load, family):
 @pytest.mark.parametrize("family", EVERY)
 def test_a_model_in_bfloat16_enters_what_its_parts_round_to(folders, family):
     model = load_model(ModelSpec(f"random:{folders[family]}", weights="bfloat16"))
+    rng = stream(0, "norms")
+    with torch.no_grad():
+        for p in model.parameters().values():
+            if p.dim() == 1:  # what a norm of ones ends with is rounded once, wherever it rounds
+                p.copy_((1 + 0.2 * torch.randn(p.shape, generator=rng)).bfloat16())
     parts, ids = model.first_input_parts(), torch.arange(model.vocabulary_size)
     rounded = [parts.low(position, ids, torch.bfloat16) for position in (0, 3)]
-    if model.absolute_positions:  # others' norm is of ones, and no position is added
+    if model.absolute_positions or parts.unit_rounded or parts.scale != 1:
         assert not torch.equal(rounded[1], model.first_inputs(3).bfloat16()), "steps on the way round, too"
     model.module.to(torch.bfloat16)
     for position, found in zip((0, 3), rounded, strict=True):
@@ -281,8 +304,8 @@ def test_the_small_electra_is_refused(folders, tmp_path):
 
 @pytest.mark.parametrize("attack", ["decode", "dager"])
 @pytest.mark.parametrize("task", ["classification", "causal-lm"])
-def test_queries_and_keys_with_biases_and_heads_of_their_own_width_are_read(load, task, attack):
-    for family in ("qwen2", "mistral"):
+def test_other_decoders_are_read(load, task, attack):
+    for family in NEWER_DECODERS:
         model = load(family, task)
         ids = torch.tensor([[11, 25, 40, 33, 60], [52, 17, 71, 29, 83]])
         labels = torch.tensor([0, 1]) if task == "classification" else None
@@ -290,6 +313,51 @@ def test_queries_and_keys_with_biases_and_heads_of_their_own_width_are_read(load
         found = build("attack", attack, {})(seen_of(Client(model), batch), stream(0, "attack"))
         kept = ids if task == "classification" else ids[:, :-1]  # the last word of all enters no gradient
         assert sorted(row[: kept.shape[1]] for row in found.sequences) == sorted(map(tuple, kept.tolist())), family
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_slopes_at_queries_and_keys_go_back_through_the_norms_of_heads(load, family):
+    """Against autograd through transformers' own norm, and the norm takes as many directions away as a family says."""
+    model = load(family)
+    paths = {"qwen3": "self_attn.{}_norm", "gemma3_text": "self_attn.{}_norm"}
+    for role in "qk":
+        sent = model.project(1, role, model.attention_inputs(1, torch.tensor([[11, 25, 40]]))[0])
+        every = torch.eye(sent.shape[-1]).expand(*sent.shape, -1)
+        found = model.family.returned(1, role, sent, every)
+        assert set(torch.linalg.matrix_rank(found, rtol=1e-4).flatten().tolist()) == {
+            sent.shape[-1] - model.family.lost
+        }
+        if family not in paths:
+            assert torch.equal(found, every)
+            assert torch.equal(model.family.compared(1, role, sent), sent)
+            continue
+        norm = model.family.blocks[1].get_submodule(paths[family].format(role))
+        for n, head in ((0, 0), (2, 1)):
+            torch.testing.assert_close(model.family.compared(1, role, sent)[n, head], norm(sent[n, head]))
+            expected = torch.autograd.functional.jacobian(norm, sent[n, head])
+            torch.testing.assert_close(found[n, head], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_phi_is_read_with_norms_of_heads_and_refused_with_dropout_of_its_words(folders, tmp_path):
+    config = json.loads((folders["phi"] / "config.json").read_text())
+    other = make_folder("phi", tmp_path / "model")
+    (other / "config.json").write_text(json.dumps(config | {"qk_layernorm": True}))
+    model = tiny(other)
+    sent = 100 * model.project(0, "q", model.first_inputs(0)[:3])  # far above the eps of the norm
+    every = torch.eye(sent.shape[-1]).expand(*sent.shape, -1)
+    left = torch.linalg.matrix_rank(model.family.returned(0, "q", sent, every), rtol=1e-4)
+    assert set(left.flatten().tolist()) == {sent.shape[-1] - model.family.lost}
+    (other / "config.json").write_text(json.dumps(config | {"embd_pdrop": 0.1}))
+    with pytest.raises(NotSupportedError, match="dropout of its word vectors"):
+        load_model(ModelSpec(f"random:{other}"))
+
+
+def test_a_gemma_that_sees_both_sides_is_refused(folders, tmp_path):
+    config = json.loads((folders["gemma3_text"] / "config.json").read_text())
+    other = make_folder("gemma3_text", tmp_path / "model")
+    (other / "config.json").write_text(json.dumps(config | {"use_bidirectional_attention": True}))
+    with pytest.raises(NotSupportedError, match="sees what comes after"):
+        load_model(ModelSpec(f"random:{other}"))
 
 
 def test_gpt2_groups_and_unknown_names(load):

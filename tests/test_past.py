@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer
 
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
@@ -17,7 +19,7 @@ from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining
-from tiny_models import seen_of
+from tiny_models import batch_of, seen_of, sentences, tiny
 
 HEADS, GROUP, SIZE, ERROR = 4, 2, 32, 1e-4
 
@@ -29,10 +31,13 @@ def turned(vectors: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([one * angles.cos() - other * angles.sin(), one * angles.sin() + other * angles.cos()], 2)
 
 
-def made(texts: list[list[int]], words: int, faint: int | None = None, deaf: int | None = None) -> WordSignals:
+def made(
+    texts: list[list[int]], words: int, faint: int | None = None, deaf: int | None = None, balanced: bool = True
+) -> WordSignals:
     """Return the signals of some texts of numbered words, summed over the places of each, with errors.
 
-    Of one word's query, or of one word's key, the error is as large as the signal.
+    Of one word's query, or of one word's key, the error is as large as the signal. What comes back to a query's scores
+    sums to zero, or is anything where not `balanced`, but for a first word's, which is zero.
     """
     rng = torch.Generator().manual_seed(0)
     queries, keys = (torch.randn(words, n, SIZE, generator=rng).double() for n in (HEADS, HEADS // GROUP))
@@ -42,7 +47,9 @@ def made(texts: list[list[int]], words: int, faint: int | None = None, deaf: int
         q, k = turned(queries[index], place), turned(keys[index], place).repeat_interleave(GROUP, 1)
         inside = torch.ones(len(text), len(text)).tril().double()
         weights = torch.randn(HEADS, len(text), len(text), generator=rng).double() * inside
-        weights = weights - inside * weights.sum(2, keepdim=True) / inside.sum(1)[:, None]
+        if balanced:
+            weights = weights - inside * weights.sum(2, keepdim=True) / inside.sum(1)[:, None]
+        weights[:, 0] = 0
         back_q = turned(torch.einsum("hij,jhd->ihd", weights, k), -place)
         back_k = turned(torch.einsum("hij,ihd->jhd", weights, q), -place)
         toward_q.index_add_(0, index, back_q)
@@ -53,7 +60,7 @@ def made(texts: list[list[int]], words: int, faint: int | None = None, deaf: int
     if deaf is not None:
         errors[1][deaf] = toward_k[deaf].square().mean().sqrt()
     noisy = [t + e * torch.randn(t.shape, generator=rng) for t, e in zip((toward_q, toward_k), errors, strict=True)]
-    return WordSignals(noisy[0], noisy[1], *errors, queries=queries, keys=keys, turned=turned)
+    return WordSignals(noisy[0], noisy[1], *errors, queries, keys, turned, balanced=balanced)
 
 
 TEXTS = {
@@ -66,11 +73,18 @@ TEXTS = {
 }
 
 
+@pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("texts", TEXTS.values(), ids=TEXTS.keys())
-def test_sentences_are_found_and_each_is_certain(texts: list[list[int]]):
-    tree = read_sentences(made(texts, 1 + max(word for text in texts for word in text)))
+def test_sentences_are_found_and_each_is_certain(texts: list[list[int]], balanced: bool):
+    tree = read_sentences(made(texts, 1 + max(word for text in texts for word in text), balanced=balanced))
     assert set(tree.sentences()) == {tuple(text) for text in texts}
     assert all(tree.certain(tuple(text)) for text in texts)
+
+
+def test_scores_that_are_bent_are_not_taken_for_plain_ones():
+    told = made([[0, 1, 2, 3, 4], [5, 6, 7]], 8, balanced=False)
+    tree = read_sentences(replace(told, balanced=True))
+    assert not any(map(tree.certain, tree.sentences()))
 
 
 def test_a_key_tells_the_few_words_behind_it_and_none_that_are_not():
@@ -130,6 +144,18 @@ def test_where_a_key_is_hardly_known_a_word_may_follow():
     assert tree.certain((3, 4, 5, 9))
 
 
+def test_a_past_that_fills_what_a_norm_leaves_of_a_head_explains_nothing():
+    """Behind a norm one coordinate has no signal, here the first: one word fewer can explain anything."""
+    kept = torch.ones(SIZE, dtype=torch.double)
+    kept[0] = 0
+    told = made([list(range(SIZE + 8))], SIZE + 8)
+    normed = replace(told, toward_queries=told.toward_queries * kept, returned=lambda _, __, slopes: slopes * kept)
+    wrong = tuple(range(5, 5 + SIZE - 1))
+    assert normed.unexplained([SIZE + 7], [[wrong]])[0] < 1
+    assert replace(normed, lost=1).unexplained([SIZE + 7], [[wrong]])[0] == math.inf
+    assert 100 < replace(normed, lost=1).unexplained([SIZE + 7], [[wrong[1:]]])[0] < math.inf
+
+
 @pytest.fixture(scope="module")
 def llama():
     return load_model(ModelSpec("random:llama-small", "classification", 2))
@@ -153,3 +179,29 @@ def test_without_keys_a_rotary_models_words_come_without_order(llama):
     found = Decode()(seen_of(Client(llama, STEPS[1]), batch, "0:q,v"), stream(0, "attack"))
     assert found.certificates == ("guess",)
     assert set(found.sequences[0]) == set(batch.sequences()[0])
+
+
+OTHERS = {
+    "qwen3": {},
+    "phi": {"qk_layernorm": True},
+    "phi3": {},
+    "gemma": {},
+    "gemma2": {"attn_logit_softcapping": 0.5},
+    "gemma3_text": {},
+}
+"""Decoders that normalize heads, turn a part of each, keep q, k and v in one matrix, or bend scores: hard ones."""
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_one_step_of_other_rotary_models_is_read_exactly_and_proven(folders, tmp_path, family: str):
+    """Behind their norms, too, a query's slopes lie among the keys before it, and a key's among the queries behind."""
+    config = AutoConfig.from_pretrained(folders[family])
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "initializer_range": 0.05}
+    config.update(OTHERS[family] | sizes)  # of wider ones attention sees one word alone, and nothing comes back
+    config.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folders[family]).save_pretrained(tmp_path)
+    model = tiny(tmp_path)  # norms are drawn, too
+    batch = batch_of(model, sentences((6, 4), 5))
+    found = Decode()(seen_of(Client(model, LocalTraining("sgd", 1e-2)), batch, "0:q,k,v"), stream(0, "attack"))
+    assert set(found.sequences) == {tuple(text) for text in batch.sequences()}
+    assert found.certificates == ("proven", "proven")

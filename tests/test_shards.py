@@ -5,9 +5,13 @@ from __future__ import annotations
 import csv
 import importlib.util
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,7 +125,8 @@ from gradaudit import cli
 cli.main()
 """
     (tmp_path / "program.py").write_text(program, encoding="utf8")
-    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # "local" is a cluster of its own, whatever address the machine has for another
+    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "RAY_ADDRESS": "127.0.0.1:9"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(tmp_path / "program.py"), "sweep", str(sweep), *arguments]
@@ -139,10 +144,69 @@ cli.main()
 
 
 @REAL
+def test_two_machines_of_a_cluster_that_was_there_before_give_the_table_of_one_run(sweep: Path, tmp_path: Path):
+    """`ray start` twice, with one core each, in a folder of their own: others on this machine must not find them."""
+    program = f"""
+from pathlib import Path
+import ray
+from gradaudit.sweeps import cluster
+real = cluster._task
+def noted(*given):
+    Path({str(tmp_path)!r}, "node-" + ray.get_runtime_context().get_node_id()).touch()
+    return real(*given)
+cluster._task = noted
+from gradaudit import cli
+cli.main()
+"""
+    (tmp_path / "program.py").write_text(program, encoding="utf8")
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    short = tempfile.mkdtemp(prefix="ray")  # its sockets' paths have 107 characters at most
+    ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=1"]
+    starts = [
+        [*ray, "--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false", f"--temp-dir={short}"],
+        [*ray, f"--address={address}"],
+    ]
+    machines = []
+    try:
+        for start in starts:
+            machines.append(subprocess.Popen(start, env=env, stdout=subprocess.PIPE, text=True))
+            said = machines[-1].stdout
+            assert said is not None
+            assert any("Ray runtime started" in line for line in said), "the machine did not start"
+        command = [sys.executable, str(tmp_path / "program.py"), "sweep", str(sweep)]
+        for more in (["--out", str(tmp_path / "many"), "--ray", address], ["--out", str(tmp_path / "one")]):
+            done = subprocess.run([*command, *more], env=env, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-3000:]
+    finally:
+        for machine in reversed(machines):
+            machine.terminate()
+            machine.communicate(timeout=60)
+        shutil.rmtree(short)
+    assert rows_of(tmp_path / "many") == rows_of(tmp_path / "one")
+    assert len(list(tmp_path.glob("node-*"))) == 2
+
+
+@REAL
 def test_a_cluster_that_is_not_there_is_said_at_once(sweep: Path, tmp_path: Path, gradaudit):
     code, _, err = gradaudit("sweep", sweep, "--out", tmp_path / "out", "--ray", "127.0.0.1:9")
     assert code == 2
     assert "no Ray cluster answers at '127.0.0.1:9'" in err
+
+
+def test_another_program_s_port_is_said(sweep: Path, tmp_path: Path, gradaudit, monkeypatch):
+    """Ray (2.55) leaves the program with 15, behind three minutes, where something else listens."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda *_, **__: sys.exit(15)))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        code, _, err = gradaudit("sweep", sweep, "--out", tmp_path / "out", "--ray", address)
+    assert code == 2
+    assert f"no Ray cluster answers at '{address}' (another program's port?)" in err
 
 
 def test_a_cluster_and_other_ways_to_share_are_not_mixed(sweep: Path, gradaudit):

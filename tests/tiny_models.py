@@ -31,10 +31,11 @@ ENCODERS = ("bert", "roberta", "mpnet")
 DECODERS = ("gpt2", "llama")
 SETTINGS = [(family, "classification") for family in FAMILIES] + [(family, "causal-lm") for family in DECODERS]
 """Every (family, task) there is."""
-NEWER = ("electra", "distilbert", "qwen2", "mistral")
+NEWER_DECODERS = ("qwen2", "mistral", "qwen3", "phi", "phi3", "gemma", "gemma2", "gemma3_text")
+NEWER = ("electra", "distilbert", *NEWER_DECODERS)
 """Families that share their code with one of those above: what is told apart by family is tested of them, too."""
 EVERY = (*FAMILIES, *NEWER)
-EVERY_SETTING = [*SETTINGS, *((f, "classification") for f in NEWER), *((f, "causal-lm") for f in ("qwen2", "mistral"))]
+EVERY_SETTING = [*SETTINGS, *((f, "classification") for f in NEWER), *((f, "causal-lm") for f in NEWER_DECODERS)]
 WIDTH, DEPTH, LONGEST = 32, 3, 24
 
 WORDS = (
@@ -60,6 +61,15 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "qwen2": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2},
     "mistral": {"max_position_embeddings": 2 * LONGEST, "sliding_window": LONGEST, "num_key_value_heads": 2,
                 "head_dim": 6},
+    "qwen3": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 12},
+    "phi": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "resid_pdrop": 0.1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "phi3": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2},
+    "gemma": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 6},
+    "gemma2": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 6,
+               "final_logit_softcapping": 3.0},
+    "gemma3_text": {"max_position_embeddings": LONGEST, "num_key_value_heads": 2, "head_dim": 12,
+                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }  # fmt: skip
 
 
@@ -123,10 +133,11 @@ def tiny(
     """Return a fresh tiny model; every parameter drawn, so that no bias is zero and no norm is the identity."""
     model = load_model(ModelSpec(f"random:{folder}", task, labels, seed, layers))  # type: ignore[arg-type]
     rng = stream(seed, "biases and norms")
+    scale = 0.0 if model.module.config.model_type.startswith("gemma") else 1.0  # Gemma's norms add one themselves
     with torch.no_grad():
         for name, p in model.parameters().items():
             if p.dim() == 1:
-                p.copy_(0.2 * torch.randn(p.shape, generator=rng) + (0.0 if name.endswith("bias") else 1.0))
+                p.copy_(0.2 * torch.randn(p.shape, generator=rng) + (0.0 if name.endswith("bias") else scale))
     return model
 
 

@@ -17,6 +17,7 @@ from gradaudit.defense_traits import traits_of
 from gradaudit.errors import unknown_name
 from gradaudit.metrics.images import IMAGE_METRICS
 from gradaudit.metrics.text import METRICS
+from gradaudit.models.families import FAMILIES
 from gradaudit.models.images import IMAGE_MODELS
 from gradaudit.models.zoo import EMBEDDED, RANDOM, SHAPES
 from gradaudit.registry import known
@@ -101,7 +102,7 @@ def listing(kind: str) -> list[dict[str, str]]:
         embedded = [{"name": name, "about": item.about} for name, item in EMBEDDED.items()]
         shapes = [{"name": RANDOM + name, "about": f"{item.about}, random weights"} for name, item in SHAPES.items()]
         other = [
-            {"name": "FOLDER", "about": "any local folder with a BERT, RoBERTa, MPNet, GPT-2 or Llama model"},
+            {"name": "FOLDER", "about": f"any local folder with a model of type {', '.join(sorted(FAMILIES))}"},
             {"name": "OWNER/NAME", "about": "any hub id of those families"},
             {"name": RANDOM + "FOLDER", "about": "a folder's config and tokenizer with random weights"},
         ]

@@ -206,6 +206,10 @@ def _from_file(path: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _from_torch(path: Path) -> dict[str, Any]:
     """Return the tensors of a file of torch, which is read without running what may be in it."""
+    if not zipfile.is_zipfile(path):  # what torch 1.5 and pickle itself write cannot be mapped
+        raise BadInputError(
+            f"{path} is no file of torch 1.6 or later: write it anew with torch.save(model.state_dict())"
+        )
     try:
         # mapped, so that sizes which the file does not hold take no memory
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -304,6 +308,8 @@ def _named(items: Mapping[str, Any], state: Mapping[str, Tensor], where: str) ->
     for name, value in found.items():
         tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         out[name] = tensor.detach().to("cpu", torch.float32 if state[name].is_floating_point() else state[name].dtype)
+        if not bool(torch.isfinite(out[name]).all()):
+            raise BadInputError(f"{where}: '{name}' holds NaN or infinite values")
     first: dict[int, str] = {}  # of each tied weight the name that was given
     for name in out:
         first.setdefault(state[name].data_ptr(), name)

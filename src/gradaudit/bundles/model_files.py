@@ -19,7 +19,7 @@ _LARGEST = {
     CONFIG: 1 << 20,
     "generation_config.json": 1 << 20,
     INDEX: 1 << 24,
-    "tokenizer.json": 1 << 25,
+    "tokenizer.json": 1 << 26,
     "tokenizer_config.json": 1 << 22,
     "special_tokens_map.json": 1 << 20,
     "added_tokens.json": 1 << 22,
@@ -32,19 +32,22 @@ _LARGEST = {
 _OF_ADAPTERS = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 1 << 40}
 _KEYS = frozenset(
     """
-    _model_name_or_path _name_or_path activation activation_function add_cross_attention architectures attention_bias
-    attention_dropout attention_probs_dropout_prob attn_pdrop bos_token_id chunk_size_feed_forward classifier_dropout
-    cls_token_id dim dropout dtype embd_pdrop embedding_size eos_token_id finetuning_task generator_size
-    gradient_checkpointing head_dim hidden_act hidden_dim hidden_dropout_prob hidden_size id2label initializer_range
-    intermediate_size is_decoder is_encoder_decoder label2id layer_norm_eps layer_norm_epsilon layer_types
-    mask_token_id max_position_embeddings max_window_layers mlp_bias model_type n_ctx n_embd n_head n_heads n_inner
-    n_layer n_layers n_positions num_attention_heads num_hidden_layers num_key_value_heads num_labels output_attentions
-    output_hidden_states output_past pad_token_id position_embedding_type pretraining_tp problem_type qa_dropout
-    relative_attention_num_buckets reorder_and_upcast_attn resid_pdrop return_dict rms_norm_eps rope_parameters
-    rope_scaling rope_theta scale_attn_by_inverse_layer_idx scale_attn_weights sep_token_id seq_classif_dropout
-    sinusoidal_pos_embds sliding_window summary_activation summary_first_dropout summary_last_dropout
+    _model_name_or_path _name_or_path _sliding_window_pattern activation activation_function add_cross_attention
+    architectures attention_bias attention_dropout attention_probs_dropout_prob attn_logit_softcapping attn_pdrop
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout cls_token_id dim dropout dtype
+    embd_pdrop embedding_size eos_token_id final_logit_softcapping finetuning_task generator_size gradient_checkpointing
+    head_dim hidden_act hidden_activation hidden_dim hidden_dropout_prob hidden_size id2label initializer_range
+    intermediate_size is_decoder is_encoder_decoder label2id layer_norm_eps layer_norm_epsilon layer_types mask_token_id
+    max_position_embeddings max_window_layers mlp_bias model_type n_ctx n_embd n_head n_heads n_inner n_layer n_layers
+    n_positions num_attention_heads num_hidden_layers num_key_value_heads num_labels original_max_position_embeddings
+    output_attentions output_hidden_states output_past pad_token_id partial_rotary_factor position_embedding_type
+    pretraining_tp problem_type qa_dropout qk_layernorm query_pre_attn_scalar relative_attention_num_buckets
+    reorder_and_upcast_attn resid_pdrop return_dict rms_norm_eps rope_local_base_freq rope_parameters rope_scaling
+    rope_theta scale_attn_by_inverse_layer_idx scale_attn_weights sep_token_id seq_classif_dropout sinusoidal_pos_embds
+    sliding_window sliding_window_pattern summary_activation summary_first_dropout summary_last_dropout
     summary_proj_to_labels summary_type summary_use_proj task_specific_params tie_word_embeddings torch_dtype
-    torchscript transformers_version type_vocab_size unk_token_id use_cache use_sliding_window vocab_size
+    torchscript transformers_version type_vocab_size unk_token_id use_bidirectional_attention use_cache
+    use_sliding_window vocab_size
     """.split()
 )
 """Keys of `config.json` of the families that are read (transformers 4 and 5); none names code, a path or a kernel."""

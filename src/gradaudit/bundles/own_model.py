@@ -1,5 +1,6 @@
 """A bundle's own copy of the model, written as it was before the step."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gradaudit.bundles.model import MODEL
-from gradaudit.bundles.model_files import ADAPTER
+from gradaudit.bundles.model_files import ADAPTER, CONFIG
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.models.lora import AdapterConfig, save_adapters
 from gradaudit.models.spec import Lora, ModelSpec, Task
@@ -62,6 +63,10 @@ def write_model(
             setattr(module, _ADAPTED, False)
         module.save_pretrained(folder / MODEL, state_dict=dict(before))
         tokenizer.save_pretrained(folder / MODEL)
+        config = folder / MODEL / CONFIG
+        known = json.loads(config.read_text(encoding="utf8"))
+        if known.pop("auto_map", None) is not None:  # Phi's name code on the hub, which nobody who reads this runs
+            config.write_text(json.dumps(known, indent=2) + "\n", encoding="utf8")
     except OSError as error:
         raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
     finally:

@@ -60,6 +60,10 @@ class ExampleGradients:
             p.requires_grad_(name in trained)
             if name in trained:
                 self.parameters[name] = p
+        for part in self._model.module.modules():
+            # Opacus refuses parts with buffers for BatchNorm's sake; here they are constants, as Gemma's scale of words
+            for name in list(part._buffers) if any(True for _ in part.parameters(recurse=False)) else ():
+                setattr(part, name, part._buffers.pop(name).clone())
         self._module: Any = GradSampleModule(self._model.program, loss_reduction="sum", strict=False)
         one = sum(p.numel() * p.element_size() for p in self.parameters.values())
         self._at_once = max(1, BYTES_AT_ONCE // one)

@@ -43,6 +43,8 @@ class FirstInputs:
         bias: [d] shift, zeros for RMS norms.
         eps: the normalization's.
         centered: True for LayerNorm (the mean is taken off), False for RMS norm.
+        unit_rounded: True where low precision rounds before the weight, too (Llama's norm), and not at the end alone.
+        scale: what words were multiplied by behind their table (Gemma): low precision rounds it, and the product.
     """
 
     words: Tensor
@@ -51,6 +53,8 @@ class FirstInputs:
     bias: Tensor
     eps: float
     centered: bool
+    unit_rounded: bool = False
+    scale: float = 1.0
 
     def low(self, position: int, ids: Tensor, kind: torch.dtype) -> Tensor:
         """Return what a model enters whose weights are of a type of few digits, which every step rounds to: [n, d].
@@ -61,11 +65,13 @@ class FirstInputs:
             kind: the type; weights are taken to fit in it.
         """
         place = self.positions[position if len(self.positions) > 1 else 0]
-        plain = (self.words[ids].to(kind) + place.to(kind)).float()
+        words = (self.words[ids] / self.scale).to(kind) * torch.tensor(self.scale).to(place).to(kind)
+        plain = (words + place.to(kind)).float()
         centered = plain - plain.mean(1, keepdim=True) if self.centered else plain
         unit = centered * (centered.square().mean(1, keepdim=True) + self.eps).rsqrt()
-        # LayerNorm rounds what it ends with, RMS norm before its weight, too
-        return (self.weight * unit + self.bias).to(kind) if self.centered else self.weight.to(kind) * unit.to(kind)
+        if self.unit_rounded:
+            return self.weight.to(kind) * unit.to(kind)
+        return (self.weight * unit + self.bias).to(kind)
 
 
 class Model(ABC):

@@ -14,7 +14,8 @@ from torch.func import functional_call
 from transformers.cache_utils import DynamicCache
 
 from gradaudit.errors import BadInputError, NotSupportedError, unknown_name
-from gradaudit.models.families import Family, family_of
+from gradaudit.models.families import family_of
+from gradaudit.models.family import Family
 from gradaudit.models.model import FirstInputs, Model, Past, SpecialTokens, Weights
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.taps import Dropout, DropoutSites, Traced, tapped
@@ -45,14 +46,13 @@ class _Program(nn.Module):
         length = given.shape[1]
         positions = torch.arange(length, device=given.device).expand(given.shape[0], length)
         allowed = additive(self._allowed(mask), self._dtype())
-        word = {"input_ids": ids} if ids is not None else {"inputs_embeds": embeddings}
+        word = {"input_ids": ids} if ids is not None else {"inputs_embeds": family.entering(given)}
         if family.causal:
             word["use_cache"] = False  # type: ignore[assignment]
         out = family.core(attention_mask=allowed, position_ids=family.position_ids(positions), **word)
         if self.task == "classification":
             return family.classify(out, mask)
-        logits: Tensor = self.module.lm_head(out.last_hidden_state)
-        return logits
+        return family.next_words(out.last_hidden_state)
 
     def _allowed(self, mask: Tensor) -> Tensor:
         real = mask.bool()

@@ -67,9 +67,11 @@ def _connected(address: str) -> Any:
     try:
         if colon and port.isdigit():  # Ray itself tries for minutes
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=None if address == "local" else address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, ValueError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        ray.init(address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, ValueError, RuntimeError, SystemExit) as error:
+        # Ray leaves with a number where something else listens there
+        exits = isinstance(error, SystemExit)
+        first = "another program's port?" if exits else (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise BadInputError(f"no Ray cluster answers at '{address}' ({first})") from None
     return ray
 

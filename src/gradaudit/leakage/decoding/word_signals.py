@@ -26,6 +26,8 @@ _RUNS, _FEW = 16, 2
 
 Place = tuple[int, ...]
 """The words before, first to last."""
+Returned = Callable[[str, Tensor, Tensor], Tensor]
+"""(role, words [w], slopes [w or n, heads, t, h] at what attention compares) -> slopes at what a matrix made."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,13 @@ class WordSignals:
         toward_keys: [W, G, h]; G heads share keys in groups of H / G.
         query_errors: [W, H, h] their standard deviations.
         key_errors: [W, G, h].
-        queries: [W, H, h] before they are turned.
+        queries: [W, H, h] as attention compares them, before they are turned.
         keys: [W, G, h].
         turned: turns vectors [n, heads, h] by positions [n].
         positions: of the words, where their rows have one; None where a word fits anywhere.
+        returned: takes slopes through what stands between a matrix and the comparison; None where nothing does.
+        lost: coordinates of a head that it always loses.
+        balanced: True where what comes back to a query's scores sums to zero, as behind a softmax of plain products.
     """
 
     toward_queries: Tensor
@@ -51,6 +56,9 @@ class WordSignals:
     keys: Tensor
     turned: Callable[[Tensor, Tensor], Tensor]
     positions: Sequence[int] | None = None
+    returned: Returned | None = None
+    lost: int = 0
+    balanced: bool = True
 
     def fits(self, word: int, place: Place) -> bool:
         """Say whether a word can stand there."""
@@ -82,8 +90,7 @@ class WordSignals:
             atoms = torch.cat([self.past(place) for place in places[0]], 1)[None]
         else:
             atoms = torch.stack([torch.cat([self.past(place) for place in some], 1) for some in places])
-        # the rows of S sum to zero: what is added to one key is taken from the word's own
-        return _left(self.toward_queries[index], self.query_errors[index], atoms - own)
+        return self._rest("q", index, self._beside(atoms, own))
 
     def needed(self, word: int, places: Sequence[Place]) -> bool:
         """Say whether no word of a word's places could be left out: each got something back from its query.
@@ -94,9 +101,8 @@ class WordSignals:
         keys = self._turned(self.keys, [w for w, _ in seen], [n for _, n in seen])
         keys = keys.repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 0)
         own = self.keys[word].repeat_interleave(self.queries.shape[1] // self.keys.shape[1], 0)[:, None]
-        without = [torch.cat([keys[:, :n], keys[:, n + 1 :]], 1) - own for n in range(len(seen))]
-        signals, errors = self.toward_queries[word, None], self.query_errors[word, None]
-        return min(_left(signals, errors, torch.stack(without)), default=0.0) >= 1
+        without = [self._beside(torch.cat([keys[:, :n], keys[:, n + 1 :]], 1), own) for n in range(len(seen))]
+        return min(self._rest("q", torch.tensor([word], device=own.device), torch.stack(without)), default=0.0) >= 1
 
     def ends(self, word: int, futures: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
         """Return what a word and others behind it leave of its key's signal, below 1 where they explain it.
@@ -111,8 +117,21 @@ class WordSignals:
             seen = self._turned(self.queries, (word, *(w for w, _ in behind)), (0, *(n for _, n in behind)))
             heads, count, width = seen.shape
             atoms.append(seen.reshape(heads // group, group * count, width))
-        signals, errors = self.toward_keys[word, None], self.key_errors[word, None]
-        return _left(signals, errors, torch.stack(atoms)) if atoms else []
+        return self._rest("k", torch.tensor([word], device=self.keys.device), torch.stack(atoms)) if atoms else []
+
+    def _beside(self, keys: Tensor, own: Tensor) -> Tensor:
+        """Return what a query's signal is made of, of keys [..., t, h] and the word's own [..., 1, h]."""
+        if self.balanced:  # what is added to one key is taken from the word's own
+            return keys - own
+        return torch.cat([keys + torch.zeros_like(own), own + torch.zeros_like(keys[..., :1, :])], -2)
+
+    def _rest(self, role: str, words: Tensor, atoms: Tensor) -> list[float]:
+        """Return what atoms leave of some words' signals; see `_left`."""
+        signals, errors = (
+            (self.toward_queries, self.query_errors) if role == "q" else (self.toward_keys, self.key_errors)
+        )
+        back = atoms if self.returned is None else self.returned(role, words, atoms)
+        return _left(signals[words], errors[words], back, self.lost)
 
     def behind(self, word: int, words: Sequence[int], most: int) -> tuple[int, ...]:
         """Return the words behind one of a single place, nearest first; none where no few of them explain its key.
@@ -177,17 +196,18 @@ def _limit(free: int) -> float:
     return _SLACK + _DEVIATIONS * math.sqrt(2 / max(free, 1))
 
 
-def _left(signals: Tensor, errors: Tensor, atoms: Tensor) -> list[float]:
+def _left(signals: Tensor, errors: Tensor, atoms: Tensor, lost: int) -> list[float]:
     """Return the chi^2 of what atoms leave, as a share of its limit: below 1 they explain. Infinite where none is free.
 
     Args:
         signals: [w, H, h].
         errors: [w, H, h].
         atoms: [w or 1, H, t, h].
+        lost: coordinates of a head that no atom has.
     """
     heads, count, width = atoms.shape[1:]
     free = heads * (width - count)
-    if width - count < _FREE:
+    if width - lost - count < _FREE:
         return [math.inf] * len(signals)
     target = (signals / errors)[..., None]
     basis = torch.linalg.qr((atoms / errors[:, :, None]).mT).Q

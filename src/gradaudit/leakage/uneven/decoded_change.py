@@ -56,15 +56,15 @@ class DecodedChange:
             model: the model.
             entries: of its block 0.
         """
-        views = [model.views(0, role)[0].name for role in "qk"]
+        views, family = [model.views(0, role)[0].name for role in "qk"], model.family
         if not set(views) <= set(entries.groups):
             return None
         # what is not explained lies on the signals, too
         errors = entries.parts(self.told.error * max(1.0, self.told.chi2) ** 0.5)
         signals = entries.parts(self.told.left)
-        sent = [model.project(0, role, self.entering) for role in "qk"]
+        sent = {role: model.project(0, role, self.entering) for role in "qk"}
         toward, unsure = (
-            [part[view].T.reshape(like.shape) for view, like in zip(views, sent, strict=True)]
+            [part[view].T.reshape(like.shape) for view, like in zip(views, sent.values(), strict=True)]
             for part in (signals, errors)
         )
         # float32 rounds what each word sends along its row, too, which no entry's residual shows
@@ -72,4 +72,10 @@ class DecodedChange:
             e.hypot(_ROUNDED * t.square().mean(2, keepdim=True).sqrt()) for e, t in zip(unsure, toward, strict=True)
         ]
         places = [row.position for row in self.rows] if model.absolute_positions else None
-        return WordSignals(toward[0], toward[1], unsure[0], unsure[1], sent[0], sent[1], model.family.turned, places)
+        queries, keys = (family.compared(0, role, some) for role, some in sent.items())
+
+        def returned(role: str, words: Tensor, slopes: Tensor) -> Tensor:
+            return family.returned(0, role, sent[role][words], slopes)
+
+        beside = (family.turned, places, returned, family.lost, family.plain_scores)
+        return WordSignals(toward[0], toward[1], unsure[0], unsure[1], queries, keys, *beside)
