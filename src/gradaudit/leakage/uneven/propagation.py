@@ -39,7 +39,7 @@ _LOUD = 4000
 """Rows that pull most, of which it is asked how much chance makes: of 98,000 the fortieth by chance is among them."""
 _STEADY = 1e-4
 """Smallest squared width of a part, as a share of the first one's."""
-_LEAST = 1e-12
+_LEAST, _RIDGE = 1e-12, 1e-10
 _UNLEARNED = {True: 2, False: 12}
 """Turns at first in which priors stay, of tied parts and of others: before entries have answered there is nothing to
 learn from. Eight sentences of 66 words: in whole batches 66 found after 2 turns, 65 after 12; in minibatches 51, 56."""
@@ -140,8 +140,11 @@ class Propagation:
                 block = (rows * self.answers[:, None, :, p, q]) @ rows.T
                 block.diagonal(dim1=1, dim2=2).add_(inverse[:, p, q, None] * scale[p] * scale[q])
                 firm[:, p, :, q], firm[:, q, :, p] = block, block
-        lower = torch.linalg.cholesky(firm.reshape(n, parts * r, parts * r))
-        spread = torch.cholesky_inverse(lower)
+        firm = firm.reshape(n, parts * r, parts * r)
+        unit = firm.diagonal(dim1=1, dim2=2).rsqrt()
+        firm = firm * unit[:, :, None] * unit[:, None, :]
+        firm.diagonal(dim1=1, dim2=2).add_(_RIDGE)
+        spread = torch.cholesky_inverse(torch.linalg.cholesky(firm)) * unit[:, :, None] * unit[:, None, :]
         pull = (self.pulls.mT @ rows.T).reshape(n, -1, 1)
         self.mean = (spread @ pull).reshape(n, parts, r)
         self.spread = spread.reshape(n, parts, r, parts, r)
@@ -221,7 +224,9 @@ def tilted(
     line = torch.linspace(-_FAR, _FAR, side, dtype=mean.dtype, device=mean.device)
     grid = torch.stack(torch.meshgrid([line] * parts, indexing="ij"), -1)
     cell, prior = float(line[1] - line[0]), -grid.square().sum(-1).flatten() / 2
-    points, root = grid.reshape(-1, parts), torch.linalg.cholesky(about.reshape(-1, parts, parts))
+    size, axes = torch.linalg.eigh(about.reshape(-1, parts, parts))
+    # what rounding made negative is known
+    points, root = grid.reshape(-1, parts), axes * size.clamp_min(_LEAST * float(size.max())).sqrt()[:, None, :]
     found = []
     for some in torch.split(torch.arange(len(root), device=mean.device), max(_AT_ONCE // len(points), 1)):
         at = mean.reshape(-1, parts)[some, None] + points @ root[some].mT
