@@ -1,11 +1,11 @@
 """Signals of known rows through several steps of Adam: what each row sent in each step, line by line.
 
 The gradients of step k are G_k = sum over p of T[p, k] A_p X: rows X are known and the same in every step, T says how
-signals may change from step to step. What was sent is a function of all G_k that saturates: started small, signals
-grow as the fit becomes sure of an entry's sign, and descent finds what it misses from a start at full size.
+signals may change from step to step. What was sent is a function of all G_k that saturates; descent from beliefs that
+are nearly right (see `propagation`) finds them to the last digit.
 
-A prior keeps them from growing into what only chance separates. Each row has its own, as wide as its signals turn out
-to be in all lines (sparse Bayesian learning: Tipping, 2001; of several signals at once: Wipf and Rao, 2007; here
+A prior keeps signals from growing into what only chance separates. Each row has its own, as wide as its signals turn
+out to be in all lines (sparse Bayesian learning: Tipping, 2001; of several signals at once: Wipf and Rao, 2007; here
 through a function that is not linear, by Laplace's approximation). A row that no line needs shrinks to nothing.
 """
 
