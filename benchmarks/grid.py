@@ -195,8 +195,8 @@ class Runner:
     def started(self, cell: Cell) -> tuple[Any, Path]:
         """Return a cell's prepared case and its folder."""
         case = parse_case(cell.case())
-        ready = prepare(case, Path.cwd(), self.device, None if case.lora is not None else self._loaded)
-        self._loaded = None if case.lora is not None else ready.model  # warmed up on rows that depend on the batches
+        ready = prepare(case, Path.cwd(), self.device, self._loaded)
+        self._loaded = ready.model
         place = self.given.out / (cell.place or case.content_hash())
         return ready, place
 

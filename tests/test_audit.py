@@ -50,6 +50,24 @@ def make(folders, rows: Path, family: str = "llama", **over) -> Prepared:
     return prepare(parse_case(case), Path.cwd(), CPU)
 
 
+@pytest.mark.parametrize(
+    ("over", "same"),
+    [
+        ({"attack": {"name": "tag"}}, True),
+        ({"client": {"precision": "bf16-weights"}}, False),
+        ({"seed": 1}, False),
+        ({"lora": {"rank": 2, "warmup": 1}}, False),
+    ],
+    ids=str,
+)
+def test_a_loaded_model_serves_the_cases_that_name_it(folders, data, over, same):
+    """Adapters are always made anew: they are warmed up on rows beside the batches."""
+    for first in ({}, {"lora": over["lora"]}) if "lora" in over else ({},):
+        loaded = make(folders, data, **{"data": {"batches": 1}} | first)
+        again = prepare(loaded.case.model_validate(loaded.case.model_dump() | over), Path.cwd(), CPU, loaded.model)
+        assert (again.model is loaded.model) == same
+
+
 def test_a_record_says_how_it_came_about(folders, data: Path, tmp_path: Path):
     ready = make(folders, data, metrics={"published": ["max-with-replacement"]})
     records = list(audit.run(ready, tmp_path / "out"))

@@ -97,8 +97,8 @@ def test_rows_of_one_step_alone_have_priors_of_their_own():
     for _ in range(40):
         belief.turn()
     assert set(belief.strengths().topk(6).indices.tolist()) == set(range(6))
-    assert float((belief.wide[1, :3] / belief.wide[0, :3]).max()) < 0.1
-    assert float((belief.wide[0, 3:6] / belief.wide[1, 3:6]).max()) < 0.1
+    assert float((belief.widths[1, :3] / belief.widths[0, :3]).max()) < 0.1
+    assert float((belief.widths[0, 3:6] / belief.widths[1, 3:6]).max()) < 0.1
 
 
 def test_of_chance_no_row_stands_out():

@@ -98,8 +98,7 @@ def run_demo(folder: Path, device: torch.device, vision: bool = False) -> list[R
     with only_writer(folder), learned_in(folder / LEARNED):
         for number, case in enumerate(every):
             step("demo", len(records), len(every) * count)
-            same = ready is not None and ready.case.lora == case.lora
-            ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready and same else None)
+            ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
             shown = ready if case.setting() == PRACTICAL else shown
             done = open_folder(ready, folder, shared=True)
             if ready.attack.unfitted and len(done) < count:

@@ -54,7 +54,11 @@ def spec_of(case: Case, classes: int, image: tuple[int, int, int] | None = None)
 
 
 def at_hand(loaded: Model | None, spec: ModelSpec) -> Model | None:
-    """Return the model that is already loaded if it is the one that a spec names, or None."""
-    if loaded is None or replace(loaded.spec, random_weights=spec.random_weights) != spec:  # known of loaded ones only
+    """Return the model that is already loaded if it is the one that a spec names, or None.
+
+    Attacks leave a model as it was. Adapters are warmed up on rows that depend on the batches, and always made anew.
+    """
+    if loaded is None or spec.lora is not None:
         return None
-    return loaded
+    known = replace(loaded.spec, random_weights=spec.random_weights)  # told by what was loaded, not by the case
+    return loaded if known == spec else None

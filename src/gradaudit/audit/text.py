@@ -33,7 +33,7 @@ def _load(case: Case, source: TextRows, base: Path, device: torch.device, loaded
         source = windows(source, model, window, whole=True)
         batches = draw(case.data, source)
     rows = Sentences(model, source)
-    if here is None and spec.lora is not None and spec.lora.warmup:
+    if spec.lora is not None and spec.lora.warmup:
         warm_up(model, (rows.batch(n) for n in warm_up_rows(case.seed, len(rows), batches, spec.lora.warmup)))
     public, auxiliary = None, dict[str, Any]()
     if case.public is not None:

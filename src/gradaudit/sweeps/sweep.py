@@ -219,13 +219,10 @@ class _Held:
         """Return `audit.prepare`'s result; what it raises, it raises."""
         source = case.data.model_dump(mode="json", exclude={"batch_size", "batches", "skip", "shuffle_seed", "window"})
         data = json.dumps([source, str(base)], default=str)
-        # attacks leave a model as it was; adapters are warmed up on rows that depend on the batches
-        model = self._model if case.lora is None else None
         if data not in self._rows:
             self._rows = {data: READERS[kind_of(case.task)](case.data, base)}
-        ready = prepare(case, base, device, model, self._rows[data])
-        if case.lora is None:
-            self._model = ready.model
+        ready = prepare(case, base, device, self._model, self._rows[data])
+        self._model = ready.model
         return ready
 
 

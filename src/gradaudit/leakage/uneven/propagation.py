@@ -2,8 +2,8 @@
 
 The gradients of an entry are z_p = sum over rows of signals s_pr x_rd, parts p of which `times` makes each step's. What
 was sent is one number y = f(z) an entry, and f saturates: y hardly says how large z is, and of two steps it leaves two
-ratios open. A linear view of f at one point, as descent takes it, ends in wrong valleys. Here each entry's y is
-answered by all z that fit it: a normal distribution takes the place of f's likelihood, with the mean and covariance
+ratios open. A linear view of f at one point, as descent takes it, ends in wrong valleys. Here all z that
+fit y count: a normal distribution, the entry's site, takes the place of f's likelihood, with the mean and covariance
 that z has given y and all other entries (Minka, 2001). As others narrow what z can be, the entry says more.
 
 Each row has a prior as wide as its signals turn out to be in all lines together (sparse Bayesian learning: Tipping,
@@ -31,9 +31,9 @@ are believed that others would have corrected."""
 _STRAY, _NEARLY = 0.05, 0.8
 """Density of an entry that nothing explains; the noise is what so large a share of the entries leaves at most."""
 _DAMPED = 0.5
-"""Share of the way that an entry's answer goes in a turn: answers given all at once overshoot."""
+"""Share of the way that a site goes in a turn: all at once they overshoot."""
 _NARROW = 1e-3
-"""An entry whose others know so much less than all do has no answer of its own taken off; and of a row that resembles
+"""An entry whose cavity knows so much less than all do has no site taken off; and of a row that resembles
 those held at least so much is its own."""
 _LOUD = 4000
 """Rows that pull most, of which it is asked how much chance makes: of 98,000 the fortieth by chance is among them."""
@@ -41,8 +41,8 @@ _STEADY = 1e-4
 """Smallest squared width of a part, as a share of the first one's."""
 _LEAST, _RIDGE = 1e-12, 1e-10
 _UNLEARNED = {True: 2, False: 12}
-"""Turns at first in which priors stay, of tied parts and of others: before entries have answered there is nothing to
-learn from. Eight sentences of 66 words: in whole batches 66 found after 2 turns, 65 after 12; in minibatches 51, 56."""
+"""Turns at first in which priors stay, of tied parts and of others: before sites are there, nothing is to be
+learned. Eight sentences of 66 words: in whole batches 66 found after 2 turns, 65 after 12; in minibatches 51, 56."""
 
 
 class Propagation:
@@ -60,24 +60,24 @@ class Propagation:
     def __init__(self, sent: Tensor, error: Tensor, step: AdamSteps, times: Tensor, tied: bool, rows: Tensor) -> None:
         self.sent, self.error, self.step, self.times, self.tied, self.rows = sent, error, step, times, tied, rows
         parts, (n, d) = len(times), sent.shape
-        self.answers = sent.new_zeros(n, d, parts, parts)
-        self.pulls = sent.new_zeros(n, d, parts)
+        self.sites = sent.new_zeros(n, d, parts, parts)
+        self.shifts = sent.new_zeros(n, d, parts)
         self.noise = torch.full_like(sent[:, 0], _NOISE)
-        self.wide = sent.new_full((parts, len(rows)), 1 / len(rows))
+        self.widths = sent.new_full((parts, len(rows)), 1 / len(rows))
         # a step falls short of its bound by 1 over the gradient
         size = 1 / (sent.abs().max() * (1 + _LEAST) - sent.abs().quantile(0.9, dim=1)).clamp_min(1e-6)
         share = torch.full_like(times[:, 0], 1.0 if not tied else 1e-2)
         share[0] = 1
-        self.lines = size.square()[:, None, None] * torch.diag(share)
+        self.scales = size.square()[:, None, None] * torch.diag(share)
         self.turns = 0
-        self._believe()
+        self._infer()
 
     def turn(self) -> None:
-        """Answer once: entries by what the others say, then priors by what the rows turn out to send."""
-        self._answer()
+        """Update every entry's site, then the priors by what the rows turn out to send."""
+        self._update()
         if self.turns >= _UNLEARNED[self.tied]:
             self._learn()
-        self._believe()
+        self._infer()
         self.turns += 1
 
     def signals(self) -> Tensor:
@@ -93,8 +93,8 @@ class Propagation:
 
     def gains(self, rows: Tensor) -> Tensor:
         """Return [V] the squared errors that each of other rows would explain of what is left; 0 of the quiet ones."""
-        left = self.pulls - (self.answers @ self.gradients[..., None])[..., 0]
-        size = self.lines.diagonal(dim1=1, dim2=2)
+        left = self.shifts - (self.sites @ self.gradients[..., None])[..., 0]
+        size = self.scales.diagonal(dim1=1, dim2=2)
         parts, r = len(self.times), len(self.rows)
         best = rows.new_zeros(len(rows))
         for p in range(parts):
@@ -102,10 +102,10 @@ class Propagation:
             loud = pull.topk(min(_LOUD, len(pull))).indices
             # float32: half of the time, and chance is not known to a thousandth
             known = torch.zeros(rows.shape[1], rows.shape[1], device=rows.device)
-            for line, answer in enumerate(self.answers * size[:, p, None, None, None]):
-                seen = torch.cat([self.rows * answer[:, q, p] for q in range(parts)]).float()
+            for line, site in enumerate(self.sites * size[:, p, None, None, None]):
+                seen = torch.cat([self.rows * site[:, q, p] for q in range(parts)]).float()
                 spread = (self.spread[line].reshape(parts * r, -1) / size[line, p]).float()
-                known += torch.diag(answer[:, p, p].float()) - seen.T @ (spread @ seen)
+                known += torch.diag(site[:, p, p].float()) - seen.T @ (spread @ seen)
             heard = rows[loud].float()
             chance = ((heard @ known) * heard).sum(1) / len(self.sent)
             least = _NARROW * float(known.trace()) / len(self.sent)
@@ -114,30 +114,30 @@ class Propagation:
 
     def exchange(self, kept: list[int], more: Tensor) -> None:
         """Go on with some of the rows, and with others of which nothing is known yet."""
-        wide = self.wide[:, kept]
+        wide = self.widths[:, kept]
         fresh = wide.sort(dim=1).values[:, : max(len(kept) // 2, 1)].median(dim=1, keepdim=True).values
-        self.wide = torch.cat([wide, fresh.expand(-1, len(more))], 1)
+        self.widths = torch.cat([wide, fresh.expand(-1, len(more))], 1)
         self.rows = torch.cat([self.rows[kept], more])
-        self._believe()
+        self._infer()
 
     def _prior(self) -> Tensor:
         """Return [n, P, r] how wide each row's signals are expected to be, squared."""
-        return self.lines.diagonal(dim1=1, dim2=2)[:, :, None] * self.wide
+        return self.scales.diagonal(dim1=1, dim2=2)[:, :, None] * self.widths
 
     def _own(self, spread: Tensor) -> Tensor:
         """Return [n, P, r] each signal's own variance."""
-        parts, r = self.wide.shape
+        parts, r = self.widths.shape
         return spread.reshape(len(spread), parts * r, -1).diagonal(dim1=1, dim2=2).reshape(-1, parts, r)
 
-    def _believe(self) -> None:
-        """Find what signals and gradients are, given answers and priors."""
-        parts, r = self.wide.shape
+    def _infer(self) -> None:
+        """Find the posterior of signals and gradients, given sites and priors."""
+        parts, r = self.widths.shape
         rows, n = self.rows, len(self.sent)
-        inverse, scale = torch.linalg.inv(self.lines), self.wide.rsqrt()
+        inverse, scale = torch.linalg.inv(self.scales), self.widths.rsqrt()
         firm = rows.new_zeros(n, parts, r, parts, r)
         for p in range(parts):
             for q in range(p + 1):
-                block = (rows * self.answers[:, None, :, p, q]) @ rows.T
+                block = (rows * self.sites[:, None, :, p, q]) @ rows.T
                 block.diagonal(dim1=1, dim2=2).add_(inverse[:, p, q, None] * scale[p] * scale[q])
                 firm[:, p, :, q], firm[:, q, :, p] = block, block
         firm = firm.reshape(n, parts * r, parts * r)
@@ -145,18 +145,18 @@ class Propagation:
         firm = firm * unit[:, :, None] * unit[:, None, :]
         firm.diagonal(dim1=1, dim2=2).add_(_RIDGE)
         spread = torch.cholesky_inverse(torch.linalg.cholesky(firm)) * unit[:, :, None] * unit[:, None, :]
-        pull = (self.pulls.mT @ rows.T).reshape(n, -1, 1)
+        pull = (self.shifts.mT @ rows.T).reshape(n, -1, 1)
         self.mean = (spread @ pull).reshape(n, parts, r)
         self.spread = spread.reshape(n, parts, r, parts, r)
         self.gradients = (self.mean @ rows).mT
         about = [[((self.spread[:, p, :, q] @ rows) * rows).sum(1) for q in range(parts)] for p in range(parts)]
-        self.about = torch.stack([torch.stack(one, -1) for one in about], -1)
+        self.covariance = torch.stack([torch.stack(one, -1) for one in about], -1)
 
     def _learn(self) -> None:
         """Learn rows' priors and lines' sizes from what the signals are: half by expectation, half by fixed point."""
-        scale, inverse = self.wide.rsqrt(), torch.linalg.inv(self.lines)
+        scale, inverse = self.widths.rsqrt(), torch.linalg.inv(self.scales)
         mean = self.mean * scale
-        parts = range(len(self.wide))
+        parts = range(len(self.widths))
         about = torch.stack(
             [torch.stack([self.spread[:, p, :, q].diagonal(dim1=1, dim2=2) * scale[p] * scale[q] for q in parts], -1)
              for p in parts], -1,
@@ -174,37 +174,41 @@ class Propagation:
         if not self.tied:
             lines = torch.diag_embed(lines.diagonal(dim1=1, dim2=2).mean(1, keepdim=True).expand(-1, len(parts)))
         lines = lines + _STEADY * lines[:, :1, :1] * torch.eye(len(parts), dtype=lines.dtype, device=lines.device)
-        wide = self.wide * grown.T
+        wide = self.widths * grown.T
         size = wide.sum(1).mean()
-        self.wide, self.lines = wide / size, lines * size
+        self.widths, self.scales = wide / size, lines * size
 
-    def _answer(self) -> None:
-        """Move each entry's answer towards what it says, given what all others do."""
-        firm = torch.linalg.inv(self.about)
-        pull = (firm @ self.gradients[..., None])[..., 0]
-        others = firm - self.answers
-        lone = torch.linalg.eigvalsh(others)[..., 0] <= _NARROW * torch.linalg.eigvalsh(firm)[..., 0]
-        others = torch.where(lone[..., None, None], firm, others)
-        their = torch.where(lone[..., None], pull, pull - self.pulls)
-        about = torch.linalg.inv(others)
-        about = (about + about.mT) / 2
-        mean = (about @ their[..., None])[..., 0]
+    def _update(self) -> None:
+        """Move each entry's site towards what the entry says, given what all others do (its cavity)."""
+        firm = torch.linalg.inv(self.covariance)
+        shift = (firm @ self.gradients[..., None])[..., 0]
+        cavity = firm - self.sites
+        lone = torch.linalg.eigvalsh(cavity)[..., 0] <= _NARROW * torch.linalg.eigvalsh(firm)[..., 0]
+        cavity = torch.where(lone[..., None, None], firm, cavity)
+        cavity_shift = torch.where(lone[..., None], shift, shift - self.shifts)
+        covariance = torch.linalg.inv(cavity)
+        covariance = (covariance + covariance.mT) / 2
+        mean = (covariance @ cavity_shift[..., None])[..., 0]
         error = (self.error.square() + self.noise[:, None].square()).sqrt()
-        mean, about, left = tilted(self.step, self.times, mean, about, self.sent, error)
+        mean, covariance, left = tilted(self.step, self.times, mean, covariance, self.sent, error)
         noise = left.quantile(_NEARLY, dim=1).sqrt()
         self.noise = torch.minimum(self.noise * _RISE, torch.maximum(noise, self.noise * _FALL))
-        firm = torch.linalg.inv(about)
-        answer = firm - others
-        size, axes = torch.linalg.eigh((answer + answer.mT) / 2)
-        real = (axes * size.clamp_min(0)[..., None, :]) @ axes.mT
-        pull = torch.where((size < 0).any(-1, keepdim=True), (real @ mean[..., None])[..., 0],
-                           (firm @ mean[..., None])[..., 0] - their)  # fmt: skip
-        self.answers = (1 - _DAMPED) * self.answers + _DAMPED * real
-        self.pulls = (1 - _DAMPED) * self.pulls + _DAMPED * pull
+        firm = torch.linalg.inv(covariance)
+        site = firm - cavity
+        size, axes = torch.linalg.eigh((site + site.mT) / 2)
+        # an entry of two valleys may leave its gradient less known than before, which no site can say
+        site = (axes * size.clamp_min(0)[..., None, :]) @ axes.mT
+        shift = torch.where(
+            (size < 0).any(-1, keepdim=True),
+            (site @ mean[..., None])[..., 0],
+            (firm @ mean[..., None])[..., 0] - cavity_shift,
+        )
+        self.sites = (1 - _DAMPED) * self.sites + _DAMPED * site
+        self.shifts = (1 - _DAMPED) * self.shifts + _DAMPED * shift
 
 
 def tilted(
-    step: AdamSteps, times: Tensor, mean: Tensor, about: Tensor, sent: Tensor, error: Tensor
+    step: AdamSteps, times: Tensor, mean: Tensor, covariance: Tensor, sent: Tensor, error: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and covariance of the parts of entries' gradients, given what was sent.
 
@@ -213,7 +217,7 @@ def tilted(
 
     Args:
         step, times: see `Propagation`.
-        mean, about: [..., P] and [..., P, P] what is known before, a normal distribution.
+        mean, covariance: [..., P] and [..., P, P] what is known before, a normal distribution.
         sent, error: [...] what was sent, and its standard deviation.
 
     Returns:
@@ -224,7 +228,7 @@ def tilted(
     line = torch.linspace(-_FAR, _FAR, side, dtype=mean.dtype, device=mean.device)
     grid = torch.stack(torch.meshgrid([line] * parts, indexing="ij"), -1)
     cell, prior = float(line[1] - line[0]), -grid.square().sum(-1).flatten() / 2
-    size, axes = torch.linalg.eigh(about.reshape(-1, parts, parts))
+    size, axes = torch.linalg.eigh(covariance.reshape(-1, parts, parts))
     # what rounding made negative is known
     points, root = grid.reshape(-1, parts), axes * size.clamp_min(_LEAST * float(size.max())).sqrt()[:, None, :]
     found = []
@@ -245,5 +249,5 @@ def tilted(
         second.diagonal(dim1=1, dim2=2).add_(cell**2 / 12)
         moved = mean.reshape(-1, parts)[some] + (root[some] @ middle[..., None])[..., 0]
         found.append((moved, root[some] @ second @ root[some].mT, left))
-    moved, about, left = (torch.cat(one) for one in zip(*found, strict=True))
-    return moved.reshape(mean.shape), about.reshape(*mean.shape, parts), left.reshape(sent.shape)
+    moved, spread, left = (torch.cat(one) for one in zip(*found, strict=True))
+    return moved.reshape(mean.shape), spread.reshape(*mean.shape, parts), left.reshape(sent.shape)
