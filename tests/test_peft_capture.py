@@ -12,7 +12,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 
 from gradaudit.bundles.bundle import load_bundle
 from gradaudit.bundles.capture import capture
@@ -102,6 +108,49 @@ def test_the_model_in_the_bundle_computes_what_peft_s_does(folders, tmp_path, fa
     with torch.no_grad():
         got = loaded.logits(ids=batch["input_ids"], mask=batch["attention_mask"])
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_base_is_captured_as_the_numbers_it_stands_for(folders, tmp_path, bits):
+    """QLoRA. Oracles: the packed model's own pass; of eight bits, whose pass rounds more, numbers and scales too."""
+    config = AutoConfig.from_pretrained(folders["llama"], num_labels=2)
+    tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
+    config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "base")
+    how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"} if bits == 4 else {"load_in_8bit": True}
+    packed = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", quantization_config=BitsAndBytesConfig(**how)
+    )
+    kept = packed.hf_quantizer, packed.config.quantization_config
+    base = peft.prepare_model_for_kbit_training(packed, use_gradient_checkpointing=False)
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(task_type="SEQ_CLS", r=3, target_modules=TARGETS["llama"], init_lora_weights=False)
+    )
+    # as a Trainer sets it: bitsandbytes repacks a base in eval mode for fast inference on a CPU
+    model.train()
+    texts = sentences([5, 4], 1)
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        wanted = model(**batch).logits
+    with capture(model, tmp_path / "up", tokenizer=tokenizer):
+        step(model, tokenizer, texts, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
+    assert (packed.hf_quantizer, packed.config.quantization_config) == kept
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, wanted)
+    loaded = load_bundle(tmp_path / "up").model
+    with torch.no_grad():
+        got = loaded.logits(ids=batch["input_ids"], mask=batch["attention_mask"])
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 if bits == 4 else 0.02)
+    if bits == 8:
+        part = packed.model.layers[1].mlp.up_proj
+        by_hand = part.weight.data.float() * part.state.SCB.reshape(-1, 1) / 127
+        torch.testing.assert_close(loaded.parameters()["model.layers.1.mlp.up_proj.weight"].detach(), by_hand)
+    found = examine(tmp_path / "up", "decode", [], "0:q,k,v", None, 0, CPU)
+    assert {word.text for word in found.words or () if word.certain} == words_of(texts)
+    packed.quantization_method = "gptq"
+    with pytest.raises(NotSupportedError, match="not by gptq"), capture(model, tmp_path / "no", tokenizer=tokenizer):
+        raise AssertionError("training began")
 
 
 def test_modes_are_left_as_they_were_and_the_wrapper_s_own_says_nothing_of_dropout(folders, tmp_path):

@@ -113,7 +113,7 @@ def capture(
     if tokenizer is None and task != "image-classification":
         raise BadInputError("capture of a model of text needs its tokenizer: capture(model, folder, tokenizer=...)")
     adapted = PeftNames(model) if getattr(model, "peft_config", None) else None
-    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    before = adapted.state() if adapted else {n: value.detach().clone() for n, value in model.state_dict().items()}
     seen = Capture(training=training, told=sentences)
     names = {id(p): name for name, p in model.named_parameters()}
 

@@ -16,8 +16,9 @@ from gradaudit.models.spec import Lora, ModelSpec, Task
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.models.zoo import load_model, quiet
 
-_ADAPTED = "_hf_peft_config_loaded"
-"""By which transformers knows of adapters, of its own `add_adapter`; it then saves them alone, without the model."""
+_MARKS = ("_hf_peft_config_loaded", "hf_quantizer")
+"""By which transformers knows of adapters, of its own `add_adapter`, and then saves them alone; and of a base that is
+packed, which it then packs anew. A bundle holds the model in plain numbers."""
 
 
 def text_task(name: str) -> Task:
@@ -57,21 +58,23 @@ def write_model(
     """
     labels = int(module.config.num_labels) if task == "classification" else 1
     name = str(getattr(module.config, "name_or_path", "") or type(module).__name__)
-    own_adapters = getattr(module, _ADAPTED, False)
+    kept = {mark: getattr(module, mark) for mark in _MARKS if getattr(module, mark, None)}
     try:
-        if own_adapters:
-            setattr(module, _ADAPTED, False)
+        for mark in kept:
+            setattr(module, mark, None)
         module.save_pretrained(folder / MODEL, state_dict=dict(before))
         tokenizer.save_pretrained(folder / MODEL)
         config = folder / MODEL / CONFIG
         known = json.loads(config.read_text(encoding="utf8"))
-        if known.pop("auto_map", None) is not None:  # Phi's name code on the hub, which nobody who reads this runs
-            config.write_text(json.dumps(known, indent=2) + "\n", encoding="utf8")
+        # Phi's name code on the hub, which nobody who reads this runs; a quantized base was read back to floats
+        plain = {key: value for key, value in known.items() if key not in ("auto_map", "quantization_config")}
+        if plain != known:
+            config.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf8")
     except OSError as error:
         raise BadInputError(f"cannot write the bundle {folder} ({error.strerror}); choose another folder") from None
     finally:
-        if own_adapters:
-            setattr(module, _ADAPTED, True)
+        for mark, value in kept.items():
+            setattr(module, mark, value)
     return TransformersModel(module, tokenizer, ModelSpec(name, task, labels))
 
 

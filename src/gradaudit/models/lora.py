@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Files of a saved adapter, as peft names them."""
 _BEFORE = "base_model.model."
 """What peft puts before the names of the model's own parameters."""
+_BITSANDBYTES = "bitsandbytes"
+"""How transformers calls the way of packing that the base of QLoRA has."""
 _PLAIN = re.compile(r"[\w.]+")
 
 
@@ -183,7 +186,7 @@ class PeftNames:
         model: a `PeftModel`, or a transformers model that adapters were added to.
 
     Raises:
-        NotSupportedError: adapters other than LoRA, merged ones, or a quantized base.
+        NotSupportedError: adapters other than LoRA, merged ones, or a base packed by other than bitsandbytes.
     """
 
     def __init__(self, model: Any) -> None:
@@ -200,8 +203,25 @@ class PeftNames:
         if any(getattr(part, "merged", False) for part in model.modules()):
             raise NotSupportedError("the adapters are merged into the model: call unmerge_adapter() before capture")
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if not all(p.is_floating_point() for p in model.parameters()):
-            raise NotSupportedError("capture takes a base in floats: load it without quantization")
+
+        method = getattr(self.base, "quantization_method", _BITSANDBYTES)
+        if str(getattr(method, "value", method)) != _BITSANDBYTES:
+            raise NotSupportedError(f"capture takes a base in floats or packed by {_BITSANDBYTES}, not by {method}")
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy of the model's state by its own names; a packed base (QLoRA) as the numbers it stands for."""
+        found = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        for name, part in self.model.named_modules():
+            # its own: peft's layers show the weight of the one that they hold
+            weight = dict(part.named_parameters(recurse=False)).get("weight")
+            if weight is not None and not weight.is_floating_point():
+                from peft.utils.integrations import dequantize_bnb_weight
+
+                for scale in [n for n in found if n.startswith(f"{name}.") and n != f"{name}.bias"]:
+                    del found[scale]
+                # of a copy: peft writes the scales of eight bits into it
+                found[f"{name}.weight"] = dequantize_bnb_weight(weight, copy(getattr(part, "state", None)))
+        return found
 
     def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by name as this package has them: the active adapter's, and the parameters in use."""
