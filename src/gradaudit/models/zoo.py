@@ -163,7 +163,7 @@ def _pretrained(spec: ModelSpec, where: str) -> tuple[Any, Any, int]:
         depth = int(config.num_hidden_layers)
         asked = max(spec.layers or 0, spec.loaded or 0)
         if asked > depth:
-            raise BadInputError(f"model '{spec.name}' has {depth} blocks; layers = {asked}")
+            raise BadInputError(f"model '{spec.name}' has {depth} blocks, and {asked} were asked for")
         _configure(config, spec.task, spec.labels, spec.loaded if spec.loaded is not None else spec.layers)
         tokenizer = _with_padding(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
         config.pad_token_id = tokenizer.pad_token_id
