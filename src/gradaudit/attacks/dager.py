@@ -18,7 +18,7 @@ from gradaudit.leakage.rowspace.noisy_growth import grow_under_noise
 from gradaudit.leakage.rowspace.past_width import Crowd, is_full
 from gradaudit.leakage.rowspace.products import Products
 from gradaudit.leakage.rowspace.sentence_ends import ends_of
-from gradaudit.leakage.rowspace.subspace import Span, span
+from gradaudit.leakage.rowspace.subspace import Span, published_rank, span
 from gradaudit.models.base import Model, TextModel
 from gradaudit.progress import step
 from gradaudit.registry import hyper, register
@@ -170,15 +170,17 @@ class Dager(Attack):
             row=self.sentence_tolerance if paper else None,
             longest=self.max_length,
             most=self.max_prefixes,
-            fixed_rank=self.rank == "paper",
+            published=self.rank == "paper",
             words=words_of(seen) if self.embedding_rows else None,
         )
 
     def _span(self, seen: Observation, layer: int) -> Span | None:
         if layer >= seen.model.depth:
             return None
-        paper = self.rank == "paper"
-        return span(seen, layer, self.roles, fixed_rank=paper, noise=not paper)
+        if self.rank == "gap":
+            return span(seen, layer, self.roles, noise=True)
+        roles = _whole(seen.model, self.roles)
+        return span(seen, layer, roles, fixed_rank=published_rank(seen, roles))
 
     def handled(self, model: Model | None) -> frozenset[Trait]:
         # noise is told from what a batch spans where prefixes grow; products of an encoder's sets are not
@@ -187,6 +189,12 @@ class Dager(Attack):
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 3  # the vocabulary check and a decoder's growth; an encoder's products are not foreseen
+
+
+def _whole(model: TextModel, roles: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the roles that lie in the parameters of some: GPT-2 keeps q, k and v in one, which is read whole."""
+    held = {view.parameter for role in roles for view in model.views(0, role)}
+    return tuple(role for role in "qkv" if held & {view.parameter for view in model.views(0, role)})
 
 
 def _ranks(first: Span, second: Span) -> dict[str, Any]:

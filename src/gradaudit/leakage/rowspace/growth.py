@@ -32,7 +32,7 @@ class GrowthRules:
         row: tolerance in block 1; None as above.
         longest: positions looked at.
         most: prefixes kept at once: bounds memory.
-        fixed_rank: ranks by DAGER's fixed tolerance in place of the gap.
+        published: nothing beyond DAGER's own search.
         words: [n] ids that the batch is made of, where the word embedding's rows name them; None for any.
     """
 
@@ -40,7 +40,7 @@ class GrowthRules:
     row: float | None = None
     longest: int = 512
     most: int = 4096
-    fixed_rank: bool = False
+    published: bool = False
     words: Tensor | None = None
 
 
@@ -133,11 +133,11 @@ def grow(seen: Observation, first: Span, second: Span, rules: GrowthRules) -> Gr
     model, size = seen.model, seen.knowledge.batch_size
     accepted = AcceptedTokens(model, first, rules.token, rules.words)
     grown, tried, notes = _from(0, seen, accepted, second, rules)
-    sentences = [s for s in grown if s and not phantom(model, s)]
+    sentences = [s for s in grown if not phantom(model, s)]
     sentences += [s[:1] for s in grown if phantom(model, s) and not any(t[:1] == s[:1] for t in sentences)]
-    if size is None or len(sentences) < size:
-        sentences += _inner_ends(seen, sentences, rules.fixed_rank)
-        if model.absolute_positions and not rules.fixed_rank:
+    if not rules.published and (size is None or len(sentences) < size):
+        sentences += _inner_ends(seen, sentences)
+        if model.absolute_positions:
             later, more = _later(seen, accepted, second, rules, sentences)
             sentences, tried = sentences + later, tried + more
     return Grown(sentences, tried, notes)
@@ -149,12 +149,14 @@ def _from(
     """Return what grows from a position on, prefixes tested, and notes."""
     model = seen.model
     device = second.basis.device
-    prefixes = torch.zeros((1, 0), dtype=torch.long, device=device)
+    # what the tokenizer puts first is known, and a causal model's first token leaves no query gradient to test it by
+    known = model.special.prefix
+    prefixes = torch.tensor([known], dtype=torch.long, device=device)
     grown: list[tuple[int, ...]] = []
     notes: list[str] = []
     tried = 0
     attended, inside = Attended(model, second.layer, start), [((second.layer, "q"), second.residual)]
-    for position in range(min(rules.longest, model.max_length - start)):
+    for position in range(len(known), min(rules.longest, model.max_length - start)):
         candidates = accepted.at(start + position)
         if len(candidates) == 0:
             break
@@ -176,7 +178,7 @@ def _from(
             notes = [f"more than {rules.most} prefixes fit; the nearest were kept"]
         prefixes = torch.cat([prefixes[parent], candidates[token][:, None]], 1)
         step(f"growing {len(prefixes)} prefixes", position + 1)
-    return grown + [tuple(row) for row in prefixes.tolist()], tried, notes
+    return [row for row in [*grown, *map(tuple, prefixes.tolist())] if row != known], tried, notes
 
 
 def _later(
@@ -211,7 +213,7 @@ def phantom(model: TextModel, sentence: tuple[int, ...]) -> bool:
     return not model.absolute_positions and len(sentence) > 1 and len(set(sentence)) == 1
 
 
-def _inner_ends(seen: Observation, sentences: list[tuple[int, ...]], fixed_rank: bool) -> list[tuple[int, ...]]:
+def _inner_ends(seen: Observation, sentences: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the prefixes of found sentences that are sentences themselves.
 
     They add no direction of their own to the first blocks. But a classifier's last block sends a query gradient at the
@@ -224,7 +226,7 @@ def _inner_ends(seen: Observation, sentences: list[tuple[int, ...]], fixed_rank:
     queries, keys = model.views(last, "q")[0], model.views(last, "k")[0]
     if queries.parameter == keys.parameter and queries.rows == keys.rows:
         return []  # one adapter of all three: it holds every token
-    ends = span(seen, last, ("q",), fixed_rank=fixed_rank)
+    ends = span(seen, last, ("q",))
     if ends is None or ends.rank >= model.width:
         return []
     found: list[tuple[int, ...]] = []

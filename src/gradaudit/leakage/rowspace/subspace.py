@@ -29,6 +29,8 @@ from gradaudit.types import Observation
 
 _WRONG = 0.8
 """A true row lies below so many times the residual that a wrong one, twice as far down the list, has."""
+_BLOCKS, _SPARE = 10, 20
+"""Of DAGER's released code: blocks whose ranks it looks at, and directions that it leaves out of the width."""
 _TRUE = 3.0
 """True rows are within so many times what noise alone makes of the nearest ones: at most 3.4 times in trials."""
 
@@ -154,27 +156,38 @@ def gap_rank(values: Tensor, precision: float) -> tuple[int, float]:
     return cut + 1, float(ratio[cut])
 
 
-def tolerance_rank(values: Tensor, shape: tuple[int, ...], keep_below: int) -> tuple[int, float]:
-    """Return the rank by DAGER's fixed rule: values above largest x size x float32 epsilon, at most `keep_below`.
+def tolerance_rank(values: Tensor, shape: tuple[int, ...]) -> int:
+    """Return the rank by DAGER's fixed rule: values above largest x size x float32 epsilon.
 
     Args:
         values: singular values, largest first.
         shape: of the matrix.
-        keep_below: the cap (the paper: d - 20).
     """
     if len(values) == 0:
-        return 0, 1.0
-    tolerance = float(values[0]) * max(shape) * torch.finfo(torch.float32).eps
-    rank = min(int((values > tolerance).sum()), keep_below)
-    following = float(values[rank]) if rank < len(values) else 0.0
-    return rank, float(values[rank - 1]) / following if rank and following else float("inf")
+        return 0
+    return int((values > float(values[0]) * max(shape) * torch.finfo(torch.float32).eps).sum())
+
+
+def published_rank(seen: Observation, roles: Sequence[str]) -> int:
+    """Return the one rank of all blocks that DAGER's released code takes: the largest of the first ten, to d - 20.
+
+    Args:
+        seen: the observation.
+        roles: which of q, k, v it reads.
+    """
+    found = [0]
+    for layer in range(min(_BLOCKS, seen.model.depth)):
+        stacked, _ = stack(seen, layer, roles)
+        if stacked is not None:
+            found.append(tolerance_rank(torch.linalg.svdvals(stacked), tuple(stacked.shape)))
+    return min(max(found), seen.model.width - _SPARE)
 
 
 def span(
     seen: Observation,
     layer: int,
     roles: Sequence[str] = ("q", "k", "v"),
-    fixed_rank: bool = False,
+    fixed_rank: int | None = None,
     noise: bool = False,
     sure: bool = False,
 ) -> Span | None:
@@ -184,7 +197,7 @@ def span(
         seen: the observation.
         layer: block.
         roles: which of q, k, v to stack; those not shared are passed over.
-        fixed_rank: DAGER's fixed tolerance in place of the spectral gap.
+        fixed_rank: the rank, where it is not to be told by the spectral gap.
         noise: where no value is at the rounding level, take what stands above the noise of the others.
         sure: there is noise, whatever this block's spectrum looks like.
     """
@@ -193,8 +206,9 @@ def span(
         return None
     stacked = torch.cat([g / g.norm() for g in parts])
     _, values, vh = torch.linalg.svd(stacked, full_matrices=False)
-    if fixed_rank:
-        rank, confidence = tolerance_rank(values, tuple(stacked.shape), stacked.shape[1] - 20)
+    if fixed_rank is not None:
+        rank = min(fixed_rank, len(values))
+        confidence = float(values[rank - 1] / values[rank]) if 0 < rank < len(values) else 1.0
     else:
         precision = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
         rank, confidence = gap_rank(values, precision)
