@@ -40,7 +40,7 @@ _APART, _AGAIN = 20.0, 12
 (a single sentence: 7,113 to 41 after 12 turns, and noise far from gone after 90)."""
 _TWINS = 0.98
 """Cosine of two rows above which they are taken for one."""
-_TURNS, _EVERY, _YOUNG = 90, 3, 2
+_TURNS, _EVERY, _YOUNG = 200, 3, 2
 """Turns at most, turns between exchanges of candidates, and exchanges before a new one is judged."""
 _HEARD, _SENT = 2.0, 3.0
 """Squared errors a line that a word explains to stay a candidate, and to count as sent (chance makes 1 of one word; the
@@ -48,9 +48,10 @@ strongest wrong one of a batch of eight made 2 on the way, and right ones 6 at l
 _MARGIN = 2.0
 """A word counts where it is so many times as strong as decoys: chance's best ones are often words (of changes that no
 word made, three tiny models: 3 and 4 words were stronger than any decoy, none twice as strong)."""
-_CLEAR, _STILL, _PATIENT = 300.0, 0.95, 6
-"""Noise at which descent does the rest, in errors; what is left of it after an exchange where nothing moves, and such
-exchanges in a row that end the search."""
+_CLEAR, _STILL, _PATIENT, _ANEW = 300.0, 0.95, 4, 2
+"""Noise at which descent does the rest, in errors; what is left of it after an exchange where nothing moves, such
+exchanges in a row that end a search, and how often it begins again (eight sentences of 59 words over two steps, 49 of
+them held: 58 after the first time)."""
 _FULL = 0.6
 """Signals of a line at most, as a share of its entries."""
 _SETTLE, _TRIES = 12, 4
@@ -165,7 +166,7 @@ class _Search:
             self.sent.sent, self.sent.spread, self.sent.step, base, self.whole,
             torch.cat([self.beside, self.every[words]]),
         )  # fmt: skip
-        before, still, tried = math.inf, 0, 0
+        before, still, tried, anew = math.inf, 0, 0, _ANEW
         for turn in range(_TURNS):
             belief.turn()
             step(f"words of adapters, {self.steps} steps together", turn + 1, _TURNS)
@@ -177,8 +178,12 @@ class _Search:
             noise = float((belief.noise / self.sent.spread.median(dim=1).values).median())
             grown = any(strengths[n] > _SENT * lines and age[word] < _YOUNG for n, word in enumerate(words))
             still = 0 if noise < _STILL * before or grown else still + 1
-            if noise < _CLEAR or still == _PATIENT:
+            if noise < _CLEAR or (still == _PATIENT and not anew):
                 break
+            if still == _PATIENT:
+                belief.loosen()
+                anew, before, still = anew - 1, math.inf, 0
+                continue
             sent = [one for one in strengths if one > _SENT * lines]
             others = [one for one in strengths if one <= _SENT * lines]
             if not grown and turn >= tried + _AGAIN and min(sent, default=0.0) > _APART * max(others, default=0.0):

@@ -30,6 +30,8 @@ _NOISE, _FALL, _RISE = 0.3, 0.8, 1.1
 are believed that others would have corrected."""
 _STRAY, _NEARLY = 0.05, 0.8
 """Density of an entry that nothing explains; the noise is what so large a share of the entries leaves at most."""
+_LOOSE = 0.1
+"""Share of the sites that stays where the search begins again."""
 _DAMPED = 0.5
 """Share of the way that a site goes in a turn: all at once they overshoot."""
 _NARROW = 1e-3
@@ -79,6 +81,15 @@ class Propagation:
             self._learn()
         self._infer()
         self.turns += 1
+
+    def loosen(self) -> None:
+        """Let go of most of what the entries said, and begin again as unsure as at first, with the rows as they are.
+
+        Entries that went a wrong way while rows were missing are heard anew beside those that are there now.
+        """
+        self.sites, self.shifts = _LOOSE * self.sites, _LOOSE * self.shifts
+        self.noise = torch.full_like(self.noise, _NOISE)
+        self._infer()
 
     def signals(self) -> Tensor:
         """Return [P, n, r] what each row is believed to send."""
