@@ -48,7 +48,7 @@ strongest wrong one of a batch of eight made 2 on the way, and right ones 6 at l
 _MARGIN = 2.0
 """A word counts where it is so many times as strong as decoys: chance's best ones are often words (of changes that no
 word made, three tiny models: 3 and 4 words were stronger than any decoy, none twice as strong)."""
-_CLEAR, _STILL, _PATIENT, _ANEW = 300.0, 0.95, 4, 2
+_CLEAR, _STILL, _PATIENT, _ANEW, _HELD = 300.0, 0.95, 4, 2, 4
 """Noise at which descent does the rest, in errors; what is left of it after an exchange where nothing moves, such
 exchanges in a row that end a search, and how often it begins again (eight sentences of 59 words over two steps, 49 of
 them held: 58 after the first time)."""
@@ -182,7 +182,8 @@ class _Search:
                 break
             if still == _PATIENT:
                 belief.loosen()
-                anew, before, still = anew - 1, math.inf, 0
+                # amid the first noise right words are weak, too
+                anew, before, still, age = anew - 1, math.inf, 0, dict.fromkeys(words, -_HELD)
                 continue
             sent = [one for one in strengths if one > _SENT * lines]
             others = [one for one in strengths if one <= _SENT * lines]
