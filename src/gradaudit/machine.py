@@ -1,10 +1,19 @@
 """What the program asks of its machine, once, before it computes anything."""
 
 import ctypes
+import multiprocessing
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
+
+from gradaudit.errors import BadInputError
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
 
@@ -119,3 +128,49 @@ def ready_process() -> None:
     """Keep freed memory, and let the faster library multiply; results differ by float32 rounding at most."""
     keep_freed_memory()
     multiply_by_onednn()
+
+
+@contextmanager
+def worker_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Give processes that share this one's threads among them, and end with the block or with this process.
+
+    Args:
+        jobs: how many.
+
+    Raises:
+        BadInputError: one of them was killed.
+    """
+    import torch
+
+    how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    stop = how.Event()
+    threads = max(1, torch.get_num_threads() // jobs)
+    pool = ProcessPoolExecutor(jobs, how, _ready_worker, (os.getpid(), threads, stop))
+    try:
+        yield pool
+    except BrokenProcessPool:
+        raise BadInputError(
+            "a process was killed, perhaps for want of memory; what was finished is kept: run it again, with fewer "
+            "--jobs or with --threads 1"
+        ) from None
+    except BaseException:
+        stop.set()  # an interrupt ends only the work that a process is at, and it would take the next
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _ready_worker(parent: int, threads: int, stop: Event) -> None:
+    """Set a process up, and let it end when it is told to, or the one that started it is gone, however it went."""
+    import torch
+
+    ready_process()
+    torch.set_num_threads(threads)
+    sys.stdout = sys.stderr  # what a plugin prints is no line of JSON
+
+    def watch() -> None:
+        while os.getppid() == parent and not stop.wait(1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
