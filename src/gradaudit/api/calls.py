@@ -26,6 +26,9 @@ def run(
     *,
     text: str | None = None,
     label: str | None = None,
+    model: str | None = None,
+    attack: str | None = None,
+    budget: float | None = None,
     settings: Sequence[str] = (),
     out: str | Path | None = None,
     device: str = "auto",
@@ -35,7 +38,9 @@ def run(
     Args:
         case: a case's TOML file, its tables as a dict, or a data file, of which the case of `gradaudit init` is taken.
         text, label: columns of a data file.
-        settings: "attack.steps=100" overrides of the case.
+        model, attack: names in place of the case's; the attack at its defaults.
+        budget: seconds that `auto` may take for a batch; 120 when None.
+        settings: "attack.steps=100" overrides of the case, after these.
         out: folder for the records; `out/NAME-HASH` when None.
         device: "auto", "cpu" or "cuda".
 
@@ -46,6 +51,8 @@ def run(
     is_case = isinstance(case, Mapping) or Path(case).suffix == ".toml"
     if is_case and (text is not None or label is not None):
         raise BadInputError("text and label name columns of a data file; a case names its own in [data]")
+    named = {"model": model, "attack": attack and f'{{name="{attack}"}}', "attack.budget": budget}
+    settings = (*(f"{key}={value}" for key, value in named.items() if value is not None), *settings)
     if not isinstance(case, Mapping) and is_case:
         asked = load_case(Path(case), settings)
     else:
