@@ -110,18 +110,38 @@ def choose_threads(threads: int | None) -> None:
 
     Threads that spin while they wait for each other take the cores from each other where there are fewer than threads.
     On two cores with four other jobs `gradaudit attack` on four sentences took 39 s and 28 s of CPU so, and 15 s and
-    9 s asleep (medians of three, turn about). It must be said before torch is imported; who has set it otherwise is not
-    overruled.
+    9 s asleep (medians of three, turn about). It must be said before torch is imported, see `sparing_threads` for later;
+    who has set it otherwise is not overruled.
 
     Args:
         threads: None leaves torch's own choice, one a physical core.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is None:
         return
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     if "torch" in sys.modules:  # too late for the environment
         sys.modules["torch"].set_num_threads(threads)
+
+
+@contextmanager
+def sparing_threads() -> Iterator[None]:
+    """Compute with one thread inside the block where torch's threads spin and others keep the machine busy.
+
+    Python's users import torch themselves, and it is too late to let threads sleep (`choose_threads`).
+    """
+    import torch
+
+    spin = os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
+    before = torch.get_num_threads()
+    if spin and busy:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def ready_process() -> None:

@@ -16,6 +16,7 @@ from gradaudit.case import assign, load_case, parse_case
 from gradaudit.catalog import starter
 from gradaudit.errors import BadInputError
 from gradaudit.files import read_lines
+from gradaudit.machine import sparing_threads
 from gradaudit.metrics.summary import summarize
 from gradaudit.record import Record, Texts, readers
 from gradaudit.verdict.run import verdict
@@ -63,7 +64,8 @@ def run(
             assign(tables, setting)
         asked = parse_case(tables)
     folder = usual_folder(asked, name) if out is None else Path(out)
-    records = list(run_prepared(prepare(asked, base, pick_device(device)), folder))
+    with sparing_threads():
+        records = list(run_prepared(prepare(asked, base, pick_device(device)), folder))
     private = {one.batch: one for one in read_lines(folder / TEXTS, Texts)}
     return Outcome(
         attack=readers(records),
@@ -124,7 +126,8 @@ def attack(
     """
     refuse_checkpoints([Path(bundle)])
     settings = (*settings, *(() if budget is None else (f"budget={budget:g}",)))
-    found = examine(Path(bundle), attack, settings, selection, model, seed, pick_device(device))
+    with sparing_threads():
+        found = examine(Path(bundle), attack, settings, selection, model, seed, pick_device(device))
     proofs = found.certificates or (None,) * len(found.texts)
     read = f"read {found.count} {'sentences' if found.images is None else 'images'}, {proofs.count('proven')} proven"
     told = "; nothing recovered is no sign of safety" if not found.count and not found.named else ""
