@@ -110,8 +110,8 @@ def choose_threads(threads: int | None) -> None:
 
     Threads that spin while they wait for each other take the cores from each other where there are fewer than threads.
     On two cores with four other jobs `gradaudit attack` on four sentences took 39 s and 28 s of CPU so, and 15 s and
-    9 s asleep (medians of three, turn about). It must be said before torch is imported, see `sparing_threads` for later;
-    who has set it otherwise is not overruled.
+    9 s asleep (medians of three, turn about). It must be said before torch is imported: `sparing_threads` is for
+    later. Who has set it otherwise is not overruled.
 
     Args:
         threads: None leaves torch's own choice, one a physical core.
