@@ -30,7 +30,7 @@ with open("messages.csv", "w", newline="", encoding="utf8") as file:
 # the cheapest first.
 
 # %%
-result = gradaudit.run("messages.csv", text="body", label="topic", settings=[f"model={MODEL}"], out="results")
+result = gradaudit.run("messages.csv", text="body", label="topic", model=MODEL, out="results")
 result
 
 # %% [markdown]

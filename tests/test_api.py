@@ -30,8 +30,8 @@ def test_the_package_shows_what_it_offers():
 
 
 def test_a_run_and_what_it_returns(data: Path, folders):
-    settings = [*QUICK, f"model=random:{folders['llama']}"]
-    found = ga.run("my.csv", text="body", label="topic", settings=settings)
+    model = f"random:{folders['llama']}"
+    found = ga.run("my.csv", text="body", label="topic", model=model, attack="dager", settings=QUICK[1:])
     assert sorted(found.sentences) == sorted(TEXTS[:2])
     assert all(row["exact"] for row in found.rows())
     assert list(found.to_frame().columns) == list(found.rows()[0])
@@ -40,7 +40,7 @@ def test_a_run_and_what_it_returns(data: Path, folders):
     assert found.sentences[0].split()[0] in page.read_text(encoding="utf8")
     assert found.folder is not None
     assert not (found.folder / "report.html").exists()
-    again = ga.run("my.csv", text="body", label="topic", settings=settings)
+    again = ga.run("my.csv", text="body", label="topic", settings=[*QUICK, f"model={model}"])
     assert again == found, "the second call reads what the first has finished"
 
 

@@ -80,13 +80,13 @@ def test_without_out_each_case_has_a_folder_of_its_own(gradaudit, case, tmp_path
     assert [len((f / "records.jsonl").read_text(encoding="utf8").splitlines()) for f in folders] in ([1, 2], [2, 1])
 
 
-@pytest.fixture
-def update(load, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def update(load, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load("llama")
     client = Client(model)
     batch = tiny_models.batch_of(model, tiny_models.sentences([4, 3], seed=1))
     sent = client.update(batch, stream(0, "client"))
-    folder = tmp_path / "update"
+    folder = tmp_path_factory.mktemp("made") / "update"
     model.module.save_pretrained(folder / "model")
     model.tokenizer.save_pretrained(folder / "model")
     return bundle.save_bundle(folder, model, sent, knowledge_of(batch, sent, Given()), inside=True)

@@ -95,12 +95,36 @@ def test_threads_are_chosen(monkeypatch, threads: int):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("name", "policy"), [("run", "PASSIVE"), ("attack", "PASSIVE"), ("capture", "None")])
-def test_from_python_what_attacks_lets_threads_sleep_and_what_records_changes_nothing(name: str, policy: str):
+_PYTHON = """
+import os, sys, types
+import gradaudit
+for place in ("api.calls", "bundles.capture"):  # without what they import
+    sys.modules["gradaudit." + place] = types.SimpleNamespace(run=0, attack=0, capture=0)
+for name in ("capture", "run", "attack"):
+    getattr(gradaudit, name)
+    print(os.environ.pop("OMP_WAIT_POLICY", None))
+"""
+
+
+def test_from_python_what_attacks_lets_threads_sleep_and_what_records_changes_nothing():
     told = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    look = f"import os, gradaudit; gradaudit.{name}; print(os.environ.get('OMP_WAIT_POLICY'))"
-    done = subprocess.run([sys.executable, "-c", look], env=told, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [policy]
+    look = subprocess.run([sys.executable, "-c", _PYTHON], env=told, capture_output=True, text=True, check=False)
+    assert look.stdout.split() == ["None", "PASSIVE", "PASSIVE"], look.stderr
+
+
+@pytest.mark.parametrize(("load", "policy", "one"), [(99.0, "", True), (99.0, "passive", False), (0.1, "", False)])
+def test_from_python_one_thread_computes_where_threads_spin_on_a_busy_machine(monkeypatch, load, policy, one):
+    """Of an attack of 13 s it made 145 s, at a load of 8 on two cores."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with machine.sparing_threads():
+            assert torch.get_num_threads() == (1 if one else 2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("own", [None, "ACTIVE"])

@@ -20,15 +20,16 @@ from tiny_models import sentences
 TEXTS = sentences([4, 3], seed=1)
 
 
-@pytest.fixture
-def update(folders, tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def update(folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A captured gradient of a tiny decoder."""
     made = load_model(ModelSpec(f"random:{folders['llama']}"))
     batch = made.tokenizer(TEXTS, padding=True, return_tensors="pt")
-    with package.capture(made.module, tmp_path / "up", tokenizer=made.tokenizer):
+    folder = tmp_path_factory.mktemp("sent") / "up"
+    with package.capture(made.module, folder, tokenizer=made.tokenizer):
         made.module(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
                     labels=torch.tensor([1, 0])).loss.backward()  # fmt: skip
-    return tmp_path / "up"
+    return folder
 
 
 def test_an_update_that_is_read_closes_the_gate_and_nothing_of_it_is_printed(update, gradaudit):

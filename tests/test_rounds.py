@@ -22,6 +22,7 @@ from gradaudit.cli import app
 from gradaudit.client.client import Client
 from gradaudit.client.observation import knowledge_of
 from gradaudit.errors import BadInputError
+from gradaudit.leakage.matching.descent import Descent
 from gradaudit.progress import StoppedError
 from gradaudit.registry import build
 from gradaudit.streams import stream
@@ -199,6 +200,24 @@ def test_ctrl_c_prints_what_auto_had_read_and_is_inconclusive(two_rounds, monkey
     assert "decode (stopped with Ctrl-C)" in " ".join(told.stdout.split())
     assert "interrupted; above is what was read until then" in told.stderr
     assert all(text in told.stdout for text in texts[:3])
+
+
+def test_ctrl_c_prints_the_guess_that_a_descent_had_come_to(two_rounds, monkeypatch):
+    _, folders = two_rounds
+    real = Descent.step
+
+    def stopped(self, *rest, **more):
+        if self.done == 3:
+            raise KeyboardInterrupt
+        return real(self, *rest, **more)
+
+    monkeypatch.setattr(Descent, "step", stopped)
+    told = RUN.invoke(app, ["attack", str(folders[0]), "--attack", "tag", "--json"])
+    assert told.exit_code == 3
+    answer = json.loads(told.stdout)
+    assert len(answer["texts"]) == 3
+    assert answer["notes"][0] == "stopped with Ctrl-C: what was read until then"
+    assert "interrupted; above is what was read until then" in told.stderr
 
 
 def test_the_command_prints_what_was_read_before_a_stop_and_is_inconclusive(two_rounds, monkeypatch):

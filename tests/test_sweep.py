@@ -146,7 +146,10 @@ def test_a_point_that_cannot_be_run_does_not_stop_the_others(sweep: Path, tmp_pa
     assert RUN.invoke(app, ["sweep", str(sweep), "--out", str(tmp_path / "none")]).exit_code == 3
 
 
-def test_data_is_read_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):
+def test_data_and_model_are_read_once_for_points_that_share_them(sweep: Path, tmp_path: Path, monkeypatch):
+    loads: list[str] = []
+    load = load_model
+    monkeypatch.setattr(preparing, "load_model", lambda spec, device: loads.append(spec.name) or load(spec, device))
     read: list[str | None] = []
     original = READERS["text"]
     monkeypatch.setitem(READERS._items, "text", lambda spec, base: (read.append(spec.path), original(spec, base))[1])
@@ -154,15 +157,7 @@ def test_data_is_read_once_for_points_that_share_it(sweep: Path, tmp_path: Path,
     results = list(run_sweep(points, sweep.parent, tmp_path / "out", CPU))
     assert len(results) == len(points.points) > 1
     assert all(r.summary is not None for r in results)
-    assert len(read) == 1
-
-
-def test_the_model_is_loaded_once_for_points_that_share_it(sweep: Path, tmp_path: Path, monkeypatch):
-    loads: list[str] = []
-    real = load_model
-    monkeypatch.setattr(preparing, "load_model", lambda spec, device: loads.append(spec.name) or real(spec, device))
-    list(run_sweep(load_sweep(sweep), tmp_path, tmp_path / "out", CPU))
-    assert len(loads) == 1
+    assert (len(read), len(loads)) == (1, 1)
 
 
 @pytest.mark.parametrize(

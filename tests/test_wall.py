@@ -77,7 +77,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "sweeps": ("accounting", "audit", "case", "client", "data", "defenses", "leakage", "machine", "metrics", "models",
                "record", "verdict"),
     "report": ("accounting", "bundles", "flags", "metrics", "record", "sweeps", "verdict"),
-    "api": ("audit", "bundles", "case", "catalog", "metrics", "record", "report", "verdict"),
+    "api": ("audit", "bundles", "case", "catalog", "machine", "metrics", "record", "report", "verdict"),
 }  # fmt: skip
 """Which room may import which, beside itself and the ground; one list for the folders below a room."""
 ATTACK_SIDE = ("attacks", "leakage", "learned", "models", *GROUND)

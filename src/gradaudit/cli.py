@@ -116,7 +116,7 @@ def demo(
             "[bold]gradaudit demo[/bold]: MiniLM-L6 (real weights) takes one fine-tuning step on 4 private sentences. "
             "The server that gets the update tries to read them back.\n"
         )
-    with progress_bars(err):
+    with _going_on(lambda: f"what was finished is kept in {folder}"), progress_bars(err):
         records = run_demo(folder, place, vision)
     page = render(folder, show_text=True)  # the demo's sentences are invented, and its digits public
     if not vision:

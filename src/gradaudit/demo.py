@@ -1,5 +1,7 @@
 """`gradaudit demo`: a real model's update, four settings, what leaks; in a minute and a half on two cores."""
 
+from collections.abc import Sequence
+from concurrent.futures import as_completed
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,14 @@ import torch
 
 from gradaudit.audit.batch import sent
 from gradaudit.audit.fitting import INVERTERS, fitted
-from gradaudit.audit.info import describe_client, run_info, write_info
-from gradaudit.audit.prepare import Prepared, prepare, private_batch
+from gradaudit.audit.info import RECORDS, describe_client, run_info, write_info
+from gradaudit.audit.prepare import prepare, private_batch
 from gradaudit.audit.run import LEARNED, audited, open_folder
 from gradaudit.bundles.bundle import save_bundle
 from gradaudit.case import Case, parse_case
-from gradaudit.files import only_writer
-from gradaudit.progress import step
+from gradaudit.files import only_writer, read_lines
+from gradaudit.machine import worker_processes
+from gradaudit.progress import step, track
 from gradaudit.record import Record
 from gradaudit.workspace import learned_in
 
@@ -51,6 +54,8 @@ IMAGE_SETTINGS: dict[str, tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]
 }
 IMAGE_COUNT = 4
 """Images read, each from an update of its own."""
+JOBS = 2
+"""Processes that share the cases, where there are so many threads: two threads on one case gain less."""
 
 
 def cases() -> list[Case]:
@@ -78,7 +83,7 @@ def image_cases() -> list[Case]:
 
 
 def run_demo(folder: Path, device: torch.device, vision: bool = False) -> list[Record]:
-    """Run the demo's cases into a folder and return the records; a finished demo in it is read, not run again.
+    """Run the demo's cases into a folder and return the records; what is finished in it is read, not run again.
 
     Args:
         folder: where report.html, records.jsonl, run.json and the private side go, and of text the update bundle of the
@@ -90,25 +95,40 @@ def run_demo(folder: Path, device: torch.device, vision: bool = False) -> list[R
         BadInputError: the model's package cannot be fetched, the extra `vision` is missing, or the folder cannot be
             written or is being written.
     """
-    records: list[Record] = []
-    ready: Prepared | None = None
-    shown: Prepared | None = None
     every = image_cases() if vision else cases()
-    count = every[0].data.batches
-    with only_writer(folder), learned_in(folder / LEARNED):
-        for number, case in enumerate(every):
-            step("demo", len(records), len(every) * count)
-            ready = prepare(case, Path.cwd(), device, loaded=ready.model if ready else None)
-            shown = ready if case.setting() == PRACTICAL else shown
-            done = open_folder(ready, folder, shared=True)
-            if ready.attack.unfitted and len(done) < count:
-                ready = fitted(ready, folder / INVERTERS)
-            if number == 0:
-                write_info(folder, run_info(ready, {c.setting(): describe_client(c) for c in every}))
-            for index in range(count):
-                records.append(done[index] if index in done else audited(ready, index, folder))
-                step("demo", len(records), len(every) * count)
-        if shown is not None:
+    with only_writer(folder):
+        first = prepare(every[0], Path.cwd(), device)
+        open_folder(first, folder, shared=True)
+        write_info(folder, run_info(first, {case.setting(): describe_client(case) for case in every}))
+        done = list(read_lines(folder / RECORDS, Record))
+        jobs = min(JOBS, torch.get_num_threads()) if device.type == "cpu" else 1
+        if jobs > 1 and len(done) < len(every) * first.case.data.batches:
+            with worker_processes(jobs) as pool:
+                waiting = [pool.submit(_audited, case, folder, device, done) for case in every]
+                for count, ready in enumerate(as_completed(waiting), 1):
+                    ready.result()
+                    step("demo", count, len(every))
+                found = [work.result() for work in waiting]
+        else:
+            found = [_audited(case, folder, device, done) for case in track(every, "demo")]
+        sent_on = next((case for case in every if case.setting() == PRACTICAL), None)
+        if sent_on is not None:
+            shown = prepare(sent_on, Path.cwd(), device, loaded=first.model)
             update, seen = sent(shown, private_batch(shown, 0), 0)
             save_bundle(folder / "update", shown.model, update, seen.knowledge)
-    return records
+    return [record for records in found for record in records]
+
+
+def _audited(case: Case, folder: Path, device: torch.device, done: Sequence[Record]) -> list[Record]:
+    """Return the records of one of the cases that share a folder, those that are done among them."""
+    mine = {record.batch: record for record in done if record.case == case.content_hash()}
+    batches = range(case.data.batches)
+    if len(mine) < len(batches):
+        ready = prepare(case, Path.cwd(), device)
+        with learned_in(folder / LEARNED):
+            if ready.attack.unfitted:
+                ready = fitted(ready, folder / INVERTERS)
+            for index in track(batches, "batches"):
+                if index not in mine:
+                    mine[index] = audited(ready, index, folder)
+    return [mine[index] for index in batches]

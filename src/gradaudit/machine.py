@@ -1,10 +1,19 @@
 """What the program asks of its machine, once, before it computes anything."""
 
 import ctypes
+import multiprocessing
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
+
+from gradaudit.errors import BadInputError
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
 
@@ -101,13 +110,14 @@ def choose_threads(threads: int | None) -> None:
 
     Threads that spin while they wait for each other take the cores from each other where there are fewer than threads.
     On two cores with four other jobs `gradaudit attack` on four sentences took 39 s and 28 s of CPU so, and 15 s and
-    9 s asleep (medians of three, turn about). It must be said before torch is imported; who has set it otherwise is not
-    overruled.
+    9 s asleep (medians of three, turn about). It must be said before torch is imported: `sparing_threads` is for
+    later. Who has set it otherwise is not overruled.
 
     Args:
         threads: None leaves torch's own choice, one a physical core.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is None:
         return
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
@@ -115,7 +125,72 @@ def choose_threads(threads: int | None) -> None:
         sys.modules["torch"].set_num_threads(threads)
 
 
+@contextmanager
+def sparing_threads() -> Iterator[None]:
+    """Compute with one thread inside the block where torch's threads spin and others keep the machine busy.
+
+    Python's users import torch themselves, and it is too late to let threads sleep (`choose_threads`).
+    """
+    import torch
+
+    spin = os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
+    busy = hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
+    before = torch.get_num_threads()
+    if spin and busy:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def ready_process() -> None:
     """Keep freed memory, and let the faster library multiply; results differ by float32 rounding at most."""
     keep_freed_memory()
     multiply_by_onednn()
+
+
+@contextmanager
+def worker_processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Give processes that share this one's threads among them, and end with the block or with this process.
+
+    Args:
+        jobs: how many.
+
+    Raises:
+        BadInputError: one of them was killed.
+    """
+    import torch
+
+    how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
+    stop = how.Event()
+    threads = max(1, torch.get_num_threads() // jobs)
+    pool = ProcessPoolExecutor(jobs, how, _ready_worker, (os.getpid(), threads, stop))
+    try:
+        yield pool
+    except BrokenProcessPool:
+        raise BadInputError(
+            "a process was killed, perhaps for want of memory; what was finished is kept: run it again, with fewer "
+            "--jobs or with --threads 1"
+        ) from None
+    except BaseException:
+        stop.set()  # an interrupt ends only the work that a process is at, and it would take the next
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _ready_worker(parent: int, threads: int, stop: Event) -> None:
+    """Set a process up, and let it end when it is told to, or the one that started it is gone, however it went."""
+    import torch
+
+    ready_process()
+    torch.set_num_threads(threads)
+    sys.stdout = sys.stderr  # what a plugin prints is no line of JSON
+
+    def watch() -> None:
+        while os.getppid() == parent and not stop.wait(1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -45,6 +45,26 @@ class StoppedError(KeyboardInterrupt):
 
 
 @contextmanager
+def answering(answer: Callable[[Any], Any]) -> Iterator[None]:
+    """Let Ctrl-C inside the block give what there is already.
+
+    Args:
+        answer: given what a block within had, None for nothing, it returns what this one has, None for nothing.
+
+    Raises:
+        StoppedError: Ctrl-C, with the answer.
+        KeyboardInterrupt: Ctrl-C before there was one.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        found = answer(stop.found if isinstance(stop, StoppedError) else None)
+        if found is None:
+            raise KeyboardInterrupt from None
+        raise StoppedError(found) from None
+
+
+@contextmanager
 def within(seconds: float) -> Iterator[None]:
     """End the work inside the block after so many seconds, at the first step that it reports or `on_time`.
 

@@ -16,6 +16,7 @@ from gradaudit.case import assign, load_case, parse_case
 from gradaudit.catalog import starter
 from gradaudit.errors import BadInputError
 from gradaudit.files import read_lines
+from gradaudit.machine import sparing_threads
 from gradaudit.metrics.summary import summarize
 from gradaudit.record import Record, Texts, readers
 from gradaudit.verdict.run import verdict
@@ -26,6 +27,9 @@ def run(
     *,
     text: str | None = None,
     label: str | None = None,
+    model: str | None = None,
+    attack: str | None = None,
+    budget: float | None = None,
     settings: Sequence[str] = (),
     out: str | Path | None = None,
     device: str = "auto",
@@ -35,7 +39,9 @@ def run(
     Args:
         case: a case's TOML file, its tables as a dict, or a data file, of which the case of `gradaudit init` is taken.
         text, label: columns of a data file.
-        settings: "attack.steps=100" overrides of the case.
+        model, attack: names in place of the case's; the attack at its defaults.
+        budget: seconds that `auto` may take for a batch; 120 when None.
+        settings: "attack.steps=100" overrides of the case, after these.
         out: folder for the records; `out/NAME-HASH` when None.
         device: "auto", "cpu" or "cuda".
 
@@ -46,6 +52,8 @@ def run(
     is_case = isinstance(case, Mapping) or Path(case).suffix == ".toml"
     if is_case and (text is not None or label is not None):
         raise BadInputError("text and label name columns of a data file; a case names its own in [data]")
+    named = {"model": model, "attack": attack and f'{{name="{attack}"}}', "attack.budget": budget}
+    settings = (*(f"{key}={value}" for key, value in named.items() if value is not None), *settings)
     if not isinstance(case, Mapping) and is_case:
         asked = load_case(Path(case), settings)
     else:
@@ -56,7 +64,8 @@ def run(
             assign(tables, setting)
         asked = parse_case(tables)
     folder = usual_folder(asked, name) if out is None else Path(out)
-    records = list(run_prepared(prepare(asked, base, pick_device(device)), folder))
+    with sparing_threads():
+        records = list(run_prepared(prepare(asked, base, pick_device(device)), folder))
     private = {one.batch: one for one in read_lines(folder / TEXTS, Texts)}
     return Outcome(
         attack=readers(records),
@@ -117,7 +126,8 @@ def attack(
     """
     refuse_checkpoints([Path(bundle)])
     settings = (*settings, *(() if budget is None else (f"budget={budget:g}",)))
-    found = examine(Path(bundle), attack, settings, selection, model, seed, pick_device(device))
+    with sparing_threads():
+        found = examine(Path(bundle), attack, settings, selection, model, seed, pick_device(device))
     proofs = found.certificates or (None,) * len(found.texts)
     read = f"read {found.count} {'sentences' if found.images is None else 'images'}, {proofs.count('proven')} proven"
     told = "; nothing recovered is no sign of safety" if not found.count and not found.named else ""

@@ -134,7 +134,9 @@ class Auto(Attack[Model]):
                 refused += 1
                 said.append(f"{attack.name} ({error})")
                 continue
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
+                if isinstance(stop, StoppedError):
+                    answers.append(_Answer(attack.name, stop.found, explained(seen, stop.found)))
                 if not answers:
                     raise
                 told = f"auto tried: {'; '.join([*said, f'{attack.name} (stopped with Ctrl-C)'])}"

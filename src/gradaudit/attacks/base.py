@@ -17,6 +17,7 @@ from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedE
 from gradaudit.leakage.guess_back import guess_back
 from gradaudit.models.base import Model, TextModel
 from gradaudit.models.state import digest_of
+from gradaudit.progress import answering
 from gradaudit.types import Observation, Reconstruction
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Attack(ABC, Generic[M]):
         Raises:
             MissingKnowledgeError: something in `needs` was not given.
             NotSupportedError: the task, model or update is outside what the attack can do.
+            StoppedError: Ctrl-C, with what the attack had read until then.
             ModelChangedError: the attack wrote into the model or its hooks, mode or flags; all but written weights are
                 put back.
         """
@@ -105,7 +107,8 @@ class Attack(ABC, Generic[M]):
         restore = seen.model.remember()
         broken: BaseException | None = None
         try:
-            return no_more_than(seen.knowledge.batch_size, self._guessed_back(seen, self.run(seen, rng)))
+            with answering(lambda had: self._answer(seen, had) if isinstance(had, Reconstruction) else None):
+                return self._answer(seen, self.run(seen, rng))
         except BaseException as error:
             broken = error
             raise
@@ -115,6 +118,9 @@ class Attack(ABC, Generic[M]):
                 raise ModelChangedError(
                     f"attack '{self.name}' changed the model; an attack must leave it as it was"
                 ) from broken
+
+    def _answer(self, seen: Observation[M], found: Reconstruction) -> Reconstruction:
+        return no_more_than(seen.knowledge.batch_size, self._guessed_back(seen, found))
 
     def _guessed_back(self, seen: Observation[M], found: Reconstruction) -> Reconstruction:
         """Return what was read with words in place of stand-ins, where the attacker was told that these were sent."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,7 @@ from gradaudit.leakage.rowspace.products import Products
 from gradaudit.leakage.rowspace.sentence_ends import ends_of
 from gradaudit.leakage.rowspace.subspace import Span, published_rank, span
 from gradaudit.models.base import Model, TextModel
-from gradaudit.progress import step
+from gradaudit.progress import answering, step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -121,7 +121,8 @@ class Dager(Attack):
             notes += grown.notes
         else:
             search = _Products(self, seen, first, second, notes)
-            found, tried = search.sentences(rng), search.tried
+            with answering(lambda _: _so_far(search.found, _ranks(first, second))):
+                found, tried = search.sentences(rng), search.tried
         details = _ranks(first, second) | {"candidates": tried}
         return Reconstruction(sequences=tuple(found), notes=tuple(notes), details=details)
 
@@ -147,7 +148,8 @@ class Dager(Attack):
             note = "not identifiable: the row space is full (as many tokens as the width, or noise)"
             return Reconstruction(sequences=(), notes=(note,), details=_ranks(first, second))
         crowd = Crowd(seen, self._rules(seen), most=self.max_beam)
-        found = crowd.sentences()
+        with answering(lambda _: _so_far(crowd.found, _ranks(first, second))):
+            found = crowd.sentences()
         told = f"past the width: {len(crowd.found)} sentences were taken out of the gradient one after the other"
         details = _ranks(first, second) | {"candidates": crowd.tried, "taken_out": len(crowd.found)}
         return Reconstruction(sequences=tuple(found), notes=(told, *crowd.notes), details=details)
@@ -197,6 +199,11 @@ def _whole(model: TextModel, roles: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(role for role in "qkv" if held & {view.parameter for view in model.views(0, role)})
 
 
+def _so_far(found: list[tuple[int, ...]], details: dict[str, Any]) -> Reconstruction | None:
+    """Return what a search that was stopped had found; None for nothing."""
+    return Reconstruction(sequences=tuple(found), details=details) if found else None
+
+
 def _ranks(first: Span, second: Span) -> dict[str, Any]:
     return {"rank_block0": first.rank, "rank_block1": second.rank, "rank_confidence": round(first.confidence, 1)}
 
@@ -211,6 +218,7 @@ class _Products:
     second: Span
     notes: list[str]
     tried: int = 0
+    found: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = self.seen.model
@@ -224,7 +232,7 @@ class _Products:
         sets = self._sets()
         special = self.model.special
         ending = special.suffix[-1:] or ()
-        found: list[tuple[int, ...]] = []
+        found = self.found
         rest: list[tuple[float, tuple[int, ...]]] = []
         for length in self._lengths(sets, ending):
             if self.size is not None and len(found) >= self.size:

@@ -12,6 +12,7 @@ from gradaudit.leakage.matching.layout import layout
 from gradaudit.leakage.matching.similarity import APPLIED_TO_GUESS, Likeness
 from gradaudit.leakage.matching.start import first_labels
 from gradaudit.leakage.priors import frequent_tokens
+from gradaudit.progress import answering
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -63,14 +64,18 @@ class Exchange(Attack):
             classes = model.spec.labels if first.learned else 0
         start = Guess(ids, labels, like(ids, labels))
         how = Exchanges(free, words.to(free.device), classes, self.proposals, self.evaluations)
-        found = exchange_words(like, start, how, rng, self.name)
-        certificate = "likely" if found.likeness > 1 - _SAME else "guess"
-        return Reconstruction(
-            sequences=frame.sequences(found.ids),
-            labels=None if found.labels is None else tuple(found.labels.tolist()),
-            certificates=(certificate,) * len(found.ids),
-            details={"likeness": round(found.likeness, 6), "gradient_evaluations": like.spent},
-        )
+
+        def told(found: Guess) -> Reconstruction:
+            certificate = "likely" if found.likeness > 1 - _SAME else "guess"
+            return Reconstruction(
+                sequences=frame.sequences(found.ids),
+                labels=None if found.labels is None else tuple(found.labels.tolist()),
+                certificates=(certificate,) * len(found.ids),
+                details={"likeness": round(found.likeness, 6), "gradient_evaluations": like.spent},
+            )
+
+        with answering(lambda had: had and told(had)):
+            return told(exchange_words(like, start, how, rng, self.name))
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return self.evaluations

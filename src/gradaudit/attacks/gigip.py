@@ -15,7 +15,7 @@ from gradaudit.leakage.images.replay import image_objective
 from gradaudit.leakage.labels import known_labels
 from gradaudit.leakage.matching.descent import pull
 from gradaudit.models.images import ImageModel
-from gradaudit.progress import track
+from gradaudit.progress import answering, track
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -86,15 +86,20 @@ class GenerativePrior(Attack[ImageModel]):
         weights = {n: w.clone().requires_grad_() for n, w in generator.weights.items()}
         wanted = [*weights.values(), own] if learn else list(weights.values())
         optimizer = torch.optim.Adam(wanted, lr=self.weight_rate)
-        for _ in track(range(self.weight_steps), f"{self.name}: weights"):
-            pull(loss(generator(chosen, weights), classes(own)), wanted)
-            optimizer.step()
-        with torch.no_grad():
+
+        @torch.no_grad()
+        def told() -> Reconstruction:
             images = generator(chosen, weights)
             value = objective(images, classes(own))
-        guesses = (self.latent_steps + 1) * self.restarts + self.weight_steps + 1
-        distances = {"distance": float(value[0]), "distance_of_latents": float(first[best])}
-        return reconstructed(objective, images[0], classes(own)[0], how, distances, guesses)
+            guesses = (self.latent_steps + 1) * self.restarts + self.weight_steps + 1
+            distances = {"distance": float(value[0]), "distance_of_latents": float(first[best])}
+            return reconstructed(objective, images[0], classes(own)[0], how, distances, guesses)
+
+        with answering(lambda _: told()):
+            for _ in track(range(self.weight_steps), f"{self.name}: weights"):
+                pull(loss(generator(chosen, weights), classes(own)), wanted)
+                optimizer.step()
+        return told()
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 2 * (self.latent_steps * self.restarts + self.weight_steps)

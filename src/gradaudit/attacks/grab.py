@@ -23,6 +23,7 @@ from gradaudit.leakage.matching.start import first_labels, frame_of, gaussian
 from gradaudit.leakage.observed import CANDIDATE, STEP, nearest_tokens
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import stack
+from gradaudit.progress import answering
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 from gradaudit.workspace import keep, kept
@@ -106,7 +107,9 @@ class Grab(Attack):
             raise BadInputError(f"attack 'grab': pool must be one of {', '.join(_POOLS)}, got '{self.pool}'")
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        return _Run(self, seen, rng).result()
+        work = _Run(self, seen, rng)
+        with answering(lambda _: work.so_far):
+            return work.result()
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         whole = batch_size if self.score_masks > 1 else 1  # no sentence is computed alone then
@@ -152,6 +155,8 @@ class _Run:
             judge = Candidates(self.objective, self.frame, self.labels.values)
             self.refit = Refit(judge, self.table, self.model.special.pad, how.refit_steps)
         self.spent = 0
+        self.so_far: Reconstruction | None = None
+        """What the last round that ended gave, or the first continuous search."""
 
     def result(self) -> Reconstruction:
         how, size = self.how, len(self.frame.ids)
@@ -170,6 +175,8 @@ class _Run:
                 self.masks.restart()
             slots = self._slots(last)
             continuous = self._continuous(self._start(last, slots), slots)
+            if last is None:
+                self.so_far = self._told(continuous, rounds)
             for row, pool in enumerate(pools):
                 pool |= dict.fromkeys(continuous.ids[row, ~slots.still[row]].tolist())
             orders = self._orders(continuous.ids, slots)
@@ -182,6 +189,7 @@ class _Run:
                 found = self.refit.best([continuous.ids, *before, *(b.ids for b in search.met(how.refit))])
             same = last is not None and torch.equal(found.ids, last.ids)
             last = found
+            self.so_far = self._told(last, rounds)
             if same or rounds == how.rounds:
                 break
             self._keep(rounds, last, pools)

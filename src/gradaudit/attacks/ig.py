@@ -20,6 +20,7 @@ from gradaudit.leakage.images.matching import (
 from gradaudit.leakage.images.replay import image_objective
 from gradaudit.leakage.labels import known_labels
 from gradaudit.models.images import ImageModel
+from gradaudit.progress import answering
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -65,12 +66,16 @@ class InvertingGradients(Attack[ImageModel]):
             return objective(images, classes) + self.total_variation * total_variation(images)
 
         steps, rate = self.steps, self.learning_rate
-        images, final = minimize_images(start, labels, known is None, loss, steps, rate, self.name)
-        with torch.no_grad():
-            value = objective(images, final)
-        best = int(value.nan_to_num(nan=torch.inf).argmin())
-        guesses = (self.steps + 1) * self.restarts
-        return reconstructed(objective, images[best], final[best], how, {"distance": float(value[best])}, guesses)
+
+        def told(images: Tensor, final: Tensor) -> Reconstruction:
+            with torch.no_grad():
+                value = objective(images, final)
+            best = int(value.nan_to_num(nan=torch.inf).argmin())
+            guesses = (self.steps + 1) * self.restarts
+            return reconstructed(objective, images[best], final[best], how, {"distance": float(value[best])}, guesses)
+
+        with answering(lambda had: had and told(*had)):
+            return told(*minimize_images(start, labels, known is None, loss, steps, rate, self.name))
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 2 * self.steps * self.restarts

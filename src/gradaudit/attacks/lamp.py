@@ -20,7 +20,7 @@ from gradaudit.leakage.observed import CANDIDATE, STEP, nearest_tokens
 from gradaudit.models.base import Model, TextModel
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
-from gradaudit.progress import step
+from gradaudit.progress import answering, step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
@@ -119,20 +119,24 @@ class Lamp(Attack):
             total: Tensor = objective(vectors, frame.mask, targets) + weight * away.square()
             return total
 
+        def told(best: Point, steps: int) -> Reconstruction:
+            ids = nearest_tokens(best.embeddings[0], table, sorted(seen.model.special.ids))
+            ids = torch.where(still, frame.ids, ids)
+            evaluations = 3 * (steps + 1) + of.evaluations
+            return objective.told(frame.sequences(ids), best.labels[0], labels.how, float(best.loss[0]), evaluations)
+
         best: Point | None = None
-        for done in range(self.steps):
-            best = better(best, descent.step(loss))
-            step("lamp: matching", done + 1, self.steps)
-            if self.edits and done >= self.steps // 10 and (done + 1) % self.every == 0:
-                of.labels = descent.labels[0].detach()
-                descent.put(self._edited(of, descent.vectors[0], prior, rng)[None])
+        done = 0
+        with answering(lambda _: best and told(best, done)):
+            for done in range(self.steps):
+                best = better(best, descent.step(loss))
+                step("lamp: matching", done + 1, self.steps)
+                if self.edits and done >= self.steps // 10 and (done + 1) % self.every == 0:
+                    of.labels = descent.labels[0].detach()
+                    descent.put(self._edited(of, descent.vectors[0], prior, rng)[None])
         with torch.no_grad():
             end = loss(descent.vectors, descent.labels)
-        best = better(best, Point(descent.vectors, descent.labels.detach(), end, 1))
-        ids = nearest_tokens(best.embeddings[0], table, sorted(seen.model.special.ids))
-        ids = torch.where(still, frame.ids, ids)
-        evaluations = 3 * (self.steps + 1) + of.evaluations
-        return objective.told(frame.sequences(ids), best.labels[0], labels.how, float(best.loss[0]), evaluations)
+        return told(better(best, Point(descent.vectors, descent.labels.detach(), end, 1)), self.steps)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         edits = self.edits * batch_size * (self.steps // self.every)

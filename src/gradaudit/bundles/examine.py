@@ -197,7 +197,12 @@ def examine(
         ids=found.sequences,
         labels=found.labels,
         certificates=found.certificates,
-        notes=(*given, *_unread_dropout(attack, built.models_dropout, seen.knowledge), *found.notes),
+        notes=(
+            *(("stopped with Ctrl-C: what was read until then",) if stopped else ()),
+            *given,
+            *_unread_dropout(attack, built.models_dropout, seen.knowledge),
+            *found.notes,
+        ),
         details=dict(found.details),
         warnings=tuple(f.text for f in bundle.findings),
         seconds=seconds,

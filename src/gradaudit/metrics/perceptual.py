@@ -1,6 +1,6 @@
 """LPIPS: the distance of two images in the features of AlexNet, by weights that the user brings.
 
-No package carries AlexNet's weights, and nothing is fetched here. `docs/cli.md` says how the file is made.
+No package carries AlexNet's weights, and nothing is fetched here. `docs/case-file.md` says how the file is made.
 """
 
 from collections.abc import Mapping
@@ -84,13 +84,13 @@ def load_perceptual(path: Path) -> Perceptual:
         BadInputError: no such file, not one of safetensors, or tensors that are missing or of another shape.
     """
     if not path.is_file():
-        raise BadInputError(f"no weights of LPIPS at {path}; docs/cli.md says how the file is made")
+        raise BadInputError(f"no weights of LPIPS at {path}; docs/case-file.md says how the file is made")
     wanted = perceptual_shapes()
     with stored_tensors(path) as file:
         for name, shape in wanted.items():
             if file.shapes.get(name) != shape:
                 raise BadInputError(
                     f"{path} does not hold LPIPS of AlexNet: '{name}' of shape {list(shape)} is missing; "
-                    "docs/cli.md says how the file is made"
+                    "docs/case-file.md says how the file is made"
                 )
         return Perceptual({name: tensor.float() for name, tensor in file.read(wanted, finite=True).items()})

@@ -3,15 +3,9 @@
 import copy
 import itertools
 import json
-import multiprocessing
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import as_completed
 from dataclasses import dataclass
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +21,7 @@ from gradaudit.errors import AuditError, BadInputError, NotSupportedError, unkno
 from gradaudit.files import only_writer
 from gradaudit.leakage.matching.compiled import asked as compile_steps
 from gradaudit.leakage.matching.compiled import compiling
-from gradaudit.machine import ready_process
+from gradaudit.machine import worker_processes
 from gradaudit.metrics.summary import summarize
 from gradaudit.models.base import Model
 from gradaudit.models.spec import kind_of
@@ -239,41 +233,13 @@ def _shared(
     jobs: int,
 ) -> Iterator[tuple[int, Result]]:
     """Run points in processes of their own; those of one client in the same, so that its utility is found once."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    how = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    stop = how.Event()
-    pool = ProcessPoolExecutor(jobs, how, _ready, (os.getpid(), threads, stop))
-    try:
+    with worker_processes(jobs) as pool:
         waiting = [
             pool.submit(run_some, [p for _, p in group], cost, base, out, device, compile_steps()) for group in groups
         ]
         numbers = dict(zip(waiting, groups, strict=True))
         for done in as_completed(waiting):
             yield from zip([n for n, _ in numbers[done]], done.result(), strict=True)
-    except BrokenProcessPool:
-        raise BadInputError(
-            "a process of the sweep was killed, perhaps for want of memory; finished points are kept, run it again "
-            "with fewer --jobs"
-        ) from None
-    except BaseException:
-        stop.set()  # an interrupt ends only the point that a process is at, and it would take the next one
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _ready(parent: int, threads: int, stop: Event) -> None:
-    """Set a process up, and let it end when it is told to, or the one that started it is gone, however it went."""
-    ready_process()
-    torch.set_num_threads(threads)
-    sys.stdout = sys.stderr  # what a plugin prints is no line of the sweep's JSON
-
-    def watch() -> None:
-        while os.getppid() == parent and not stop.wait(1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_some(

@@ -311,7 +311,7 @@ class PrefixPursuit:
                     block.take(at)
             self._follow([self.candidates[at] for at in some])
             count = len(first.taken)
-            step(f"decode: {count} words put to sentences", count)
+            step("decode: words put to sentences", count)
             if count >= _SOME * before:
                 before = count
                 if found := self._held():

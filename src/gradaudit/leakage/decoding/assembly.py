@@ -406,7 +406,7 @@ def solve(
     ranked: list[tuple[float, tuple[int, ...]]] = []
     placed: Placed | None = None
     while told is None or len(solved) < told:
-        step(f"decode: {len(solved)} of {size or '?'} sentences", len(solved), size)
+        step("decode: sentences", len(solved), size)
         first = rest.span(0)
         if not 0 < first.rank < model.width:
             break
@@ -441,7 +441,7 @@ def solve(
             shares = list(dict.fromkeys(share for share in likely if share is not None))
             solved.append(Solved(sentence, taken.label, taken.proven, taken.weights))
             taken_shares.append(taken.share)
-            step(f"decode: {len(solved)} of {size} sentences", len(solved), size)
+            step("decode: sentences", len(solved), size)
             second = rest.span(deeper[0])
             if (told is not None and len(solved) >= told) or second.rank == 0:
                 break

@@ -116,7 +116,7 @@ class Tree:
         while queue:
             place = queue.pop(0)
             queue += [self.add(word, place) for word in self.fitting(place)]
-            step(f"decode: {len(self.grown)} words in place", len(self.grown))
+            step("decode: words in place", len(self.grown))
 
 
 def read_sentences(told: WordSignals) -> Tree:

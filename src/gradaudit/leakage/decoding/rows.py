@@ -315,7 +315,7 @@ def whole_rows(inputs: MaskedInputs, how: Search, start: Sequence[Row]) -> list[
 
 
 def _told(inputs: MaskedInputs, found: list[Row]) -> None:
-    step(f"decode: {len(found)} of {inputs.span.rank} rows", len(found), inputs.span.rank)
+    step("decode: rows", len(found), inputs.span.rank)
 
 
 def _count(inputs: MaskedInputs, how: Search) -> int:

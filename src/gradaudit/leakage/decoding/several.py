@@ -94,7 +94,7 @@ def unmix(
     share = evaluations // size
     left, found, parts = dict(sent), list[Ordered](), list[Matrices]()
     while len(found) < size and proposals:
-        step(f"decode: {len(found)} of {size} sentences", len(found), size)
+        step("decode: sentences", len(found), size)
         options = [option for p in proposals[:_JUDGED] if (option := p[ends[0] : len(p) - ends[1]])]
         if not options:
             break
@@ -108,7 +108,7 @@ def unmix(
         used = set(found[-1].inner)
         proposals = [p for p in proposals if 2 * len(used & set(p)) <= len(p)]
     for at in range(len(found)):
-        step(f"decode: sentence {at + 1} of {len(found)} in what the others leave", at, len(found))
+        step("decode: each sentence in what the others leave", at, len(found))
         left = {k: g + parts[at][k] for k, g in left.items()}
         start = judged(model, [found[at].inner], found[at].label, left, places)[0]
         found[at] = mended(model, start, words, left, share, rng, places=places)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradaudit.defense_traits import Trait, all_traits
 from gradaudit.leakage.observed import as_gradient
 from gradaudit.models.images import ImageModel
-from gradaudit.progress import track
+from gradaudit.progress import answering, track
 from gradaudit.types import Observation, Reconstruction
 
 IMAGE_COUNTERED: frozenset[Trait] = frozenset({"signs", "support"})
@@ -176,20 +176,28 @@ def minimize_images(
         steps: how many.
         learning_rate: of the first steps.
         what: name for the progress bar.
+
+    Raises:
+        StoppedError: Ctrl-C, with where it was.
     """
     images = start.detach().clone().requires_grad_()
     logits = labels.detach().clone().requires_grad_(learn)
     wanted = [images, logits] if learn else [images]
     optimizer = torch.optim.Adam(wanted, lr=learning_rate)
-    for step in track(range(steps), what):
-        value = loss(images, logits.softmax(-1) if learn else logits)
-        slopes = torch.autograd.grad(value.sum(), wanted)
-        images.grad = slopes[0].sign()
-        if learn:
-            logits.grad = slopes[1]
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * 0.1 ** sum(step >= steps * part / 8 for part in (3, 5, 7))
-        optimizer.step()
-        with torch.no_grad():
-            images.clamp_(0, 1)
-    return images.detach(), (logits.softmax(-1) if learn else logits).detach()
+
+    def end() -> tuple[Tensor, Tensor]:
+        return images.detach(), (logits.softmax(-1) if learn else logits).detach()
+
+    with answering(lambda _: end()):
+        for step in track(range(steps), what):
+            value = loss(images, logits.softmax(-1) if learn else logits)
+            slopes = torch.autograd.grad(value.sum(), wanted)
+            images.grad = slopes[0].sign()
+            if learn:
+                logits.grad = slopes[1]
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * 0.1 ** sum(step >= steps * part / 8 for part in (3, 5, 7))
+            optimizer.step()
+            with torch.no_grad():
+                images.clamp_(0, 1)
+    return end()

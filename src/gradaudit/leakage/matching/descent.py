@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.matching.masks import Masks
-from gradaudit.progress import track
+from gradaudit.progress import answering, track
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """[N, B, T, d] word vectors and [N, B, ...] labels to [N] losses, with a graph."""
@@ -93,7 +93,8 @@ class Descent:
         self._masks = masks
         self._how = schedule
         self._optimizer: torch.optim.Optimizer | None = None
-        self._done = 0
+        self.done = 0
+        """Steps made."""
 
     @property
     def labels(self) -> Tensor:
@@ -135,9 +136,9 @@ class Descent:
             kind = torch.optim.AdamW if self._how.weight_decay else torch.optim.Adam
             self._optimizer = kind(wanted, lr=self._how.learning_rate, weight_decay=self._how.weight_decay)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._how.rate(self._done)
+            group["lr"] = self._how.rate(self.done)
         self._optimizer.step()
-        self._done += 1
+        self.done += 1
         if self._learn == "clamp":
             self._labels.detach().clamp_(0, 1)
         if self._masks is not None:
@@ -167,22 +168,30 @@ def minimize(descent: Descent, loss: Loss, steps: int, *, keep_best: bool, what:
         keep_best: return the best iterate instead of the last (a candidate each), and leave the masks, which all
             share, as they were at the best of them.
         what: name for the progress bar.
+
+    Raises:
+        StoppedError: Ctrl-C, with the last point.
     """
     best: Point | None = None
     least = torch.inf
     masks: list[Tensor] | None = None
-    for _ in track(range(steps), what):
-        left = descent.step(loss, keep_masks=keep_best)
-        if float(left.loss.min()) < least:
-            least, masks = float(left.loss.min()), left.masks
-        best = better(best, left)
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def end() -> Point:
         value = loss(descent.vectors, descent.labels)
-    last = Point(descent.vectors, descent.labels.detach().clone(), value, len(value))
+        return Point(descent.vectors, descent.labels.detach().clone(), value, (descent.done + 1) * len(value))
+
+    with answering(lambda _: end()):
+        for _ in track(range(steps), what):
+            left = descent.step(loss, keep_masks=keep_best)
+            if float(left.loss.min()) < least:
+                least, masks = float(left.loss.min()), left.masks
+            best = better(best, left)
+    last = end()
     chosen = better(best, last) if keep_best else last
     if masks is not None and not float(last.loss.min()) < least:
         descent.take_masks(masks)
-    return replace(chosen, evaluations=(steps + 1) * len(value))
+    return replace(chosen, evaluations=last.evaluations)
 
 
 def better(best: Point | None, new: Point) -> Point:
@@ -240,12 +249,16 @@ def _one_by_lbfgs(
         pull(value, wanted)
         return float(value.detach().sum())
 
-    for _ in track(range(steps), what):
-        before = spent
-        optimizer.step(closure)
-        if spent - before <= 1:
-            break  # flat to the optimizer: where it stands is where it stays
-    with torch.no_grad():
+    @torch.no_grad()
+    def end() -> Point:
+        nonlocal spent
         spent += 1
-        end = point()
-    return Point(end.embeddings.detach(), end.labels.detach(), end.loss, end.evaluations)
+        return point()
+
+    with answering(lambda _: end()):
+        for _ in track(range(steps), what):
+            before = spent
+            optimizer.step(closure)
+            if spent - before <= 1:
+                break  # flat to the optimizer: where it stands is where it stays
+    return end()

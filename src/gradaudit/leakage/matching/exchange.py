@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.matching.similarity import Likeness
-from gradaudit.progress import step
+from gradaudit.progress import answering, step
 
 _TOGETHER = 1e-6
 """A likeness this near to 1 cannot grow."""
@@ -64,19 +64,23 @@ def exchange_words(like: Likeness, start: Guess, how: Exchanges, rng: torch.Gene
         how: what may be exchanged, and how often.
         rng: draws the order of slots and the random exchanges.
         what: name for the progress bar.
+
+    Raises:
+        StoppedError: Ctrl-C, with the likeliest guess until then.
     """
     best = now = start
     around = torch.empty(0)  # slopes of the likest guess, for the kicks that start from it
-    while like.spent < how.evaluations and best.likeness < 1 - _TOGETHER:
-        step(what, min(like.spent, how.evaluations), how.evaluations)
-        slopes = like.slopes(now.ids, now.labels)
-        slopes = slopes.masked_fill(~(how.free[..., None] & how.words), -torch.inf)
-        around = slopes if now is best else around
-        better = _steepest(like, now, slopes, how)
-        if better is now:
-            better = _slot_by_slot(like, now, slopes, how, rng)
-        now = better if better is not now else _kicked(like, best, around, how, rng)
-        best = now if now.likeness > best.likeness else best
+    with answering(lambda _: best):
+        while like.spent < how.evaluations and best.likeness < 1 - _TOGETHER:
+            step(what, min(like.spent, how.evaluations), how.evaluations)
+            slopes = like.slopes(now.ids, now.labels)
+            slopes = slopes.masked_fill(~(how.free[..., None] & how.words), -torch.inf)
+            around = slopes if now is best else around
+            better = _steepest(like, now, slopes, how)
+            if better is now:
+                better = _slot_by_slot(like, now, slopes, how, rng)
+            now = better if better is not now else _kicked(like, best, around, how, rng)
+            best = now if now.likeness > best.likeness else best
     step(what, how.evaluations, how.evaluations)
     return best
 

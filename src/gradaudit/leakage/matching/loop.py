@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gradaudit.leakage.matching.descent import Descent, Schedule, by_lbfgs, minimize
+from gradaudit.leakage.matching.descent import Descent, Point, Schedule, by_lbfgs, minimize
 from gradaudit.leakage.matching.distances import Distance
 from gradaudit.leakage.matching.layout import layout
 from gradaudit.leakage.matching.replay import objective_of
 from gradaudit.leakage.matching.start import FirstLabels, first_labels
 from gradaudit.leakage.observed import nearest_tokens
+from gradaudit.progress import answering
 from gradaudit.types import Observation, Reconstruction
 
 
@@ -51,6 +52,9 @@ def match(seen: Observation, rng: torch.Generator, distance: Distance, how: Matc
         distance: between predicted and observed tensors.
         how: optimizer, starts and labels.
         what: name for the progress bar.
+
+    Raises:
+        StoppedError: Ctrl-C, with what the guess had come to.
     """
     objective = objective_of(seen, distance, how.replayed_steps)
     frame = layout(seen, how.assumed_length)
@@ -66,19 +70,21 @@ def match(seen: Observation, rng: torch.Generator, distance: Distance, how: Matc
     def loss(vectors: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return objective(vectors, frame.mask, targets)
 
-    if how.lbfgs:
-        found = by_lbfgs(first_vectors, still, labels, learn, loss, how.steps, what=what)
-    else:
+    def told(found: Point) -> Reconstruction:
+        best = int(found.loss.nan_to_num(nan=torch.inf).argmin())  # a start that diverged is not the best
+        ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
+        ids = torch.where(frame.fixed, frame.ids, ids)
+        labels_from = "learned" if learn else first.how
+        return objective.told(
+            frame.sequences(ids), found.labels[best], labels_from, float(found.loss[best]), found.evaluations
+        )
+
+    with answering(lambda had: had and told(had)):
+        if how.lbfgs:
+            return told(by_lbfgs(first_vectors, still, labels, learn, loss, how.steps, what=what))
         schedule = Schedule(how.steps, how.learning_rate)
         descent = Descent(first_vectors, still, labels, "softmax" if learn else None, schedule)
-        found = minimize(descent, loss, how.steps, keep_best=how.keep_best, what=what)
-    best = int(found.loss.nan_to_num(nan=torch.inf).argmin())  # a start that diverged is not the best
-    ids = nearest_tokens(found.embeddings[best], table, sorted(model.special.ids))
-    ids = torch.where(frame.fixed, frame.ids, ids)
-    labels_from = "learned" if learn else first.how
-    return objective.told(
-        frame.sequences(ids), found.labels[best], labels_from, float(found.loss[best]), found.evaluations
-    )
+        return told(minimize(descent, loss, how.steps, keep_best=how.keep_best, what=what))
 
 
 def _labels(first: FirstLabels, restarts: int, learn: bool, seen: Observation, rng: torch.Generator) -> torch.Tensor:

@@ -149,7 +149,7 @@ class _Decoding:
 
     def count(self, inputs: MaskedInputs, left: Tensor | None) -> None:
         """Count the directions that stand out of what the rows leave, with signals [n, f] to start from, or none."""
-        step(f"decode: {len(self.rows)} rows", len(self.rows), inputs.span.rank)
+        step("decode: rows", len(self.rows), inputs.span.rank)
         rows = self.masked(inputs).rows()
         self.missing = self.fitting.missing(self.fitting.signals(rows, _COARSE[-1], left), rows, _COARSE[-1])
 

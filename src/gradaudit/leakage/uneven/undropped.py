@@ -112,7 +112,7 @@ def _found(
     first = batch.rest().span(0)
     tried: set[Text] = set()
     while not batch.explained() and len(tried) < _MOST_HELD * (size or span.rank):
-        step(f"decode: {len(batch.sentences)} of {size or '?'} sentences", len(batch.sentences), size)
+        step("decode: sentences", len(batch.sentences), size)
         before = len(tried)
         placed = place(model, batch.rest(), first, pairs)
         proposals = propose(model, placed)
