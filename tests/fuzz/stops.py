@@ -13,12 +13,9 @@ import hashlib
 import io
 import json
 import os
-import platform
 import random
-import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -35,6 +32,7 @@ from safetensors import SafetensorError
 from fuzz.corpus import make_rows, toml
 from fuzz.inputs import Input
 from fuzz.program import Outcome, ended
+from fuzz.tables import rows, stated
 from gradaudit import demo
 from gradaudit.case import parse_case
 
@@ -296,9 +294,9 @@ def two_writers(work: Work, root: Path, wanted: dict[str, Any], times: int, rng:
     return said
 
 
-def _row(name: str, counts: Counter[str], columns: tuple[str, ...]) -> str:
+def _row(name: str, counts: Counter[str], columns: tuple[str, ...]) -> tuple[object, ...]:
     wrong = ", ".join(f"{n} {what}" for what, n in counts.items() if what not in columns) or "0"
-    return f"| {name} | " + " | ".join(str(counts[column]) for column in columns) + f" | {wrong} |"
+    return (name, *(counts[column] for column in columns), wrong)
 
 
 def main() -> None:
@@ -312,7 +310,7 @@ def main() -> None:
     given = told.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(given.seed)
-    parts: dict[str, list[str]] = {"kills": [], "full": [], "two": []}
+    parts: dict[str, list[tuple[object, ...]]] = {"kills": [], "full": [], "two": []}
     columns = {
         "kills": ("kills", "in the middle", "runs again", "drafts left"),
         "full": ("writes", "a sentence", "went on"),
@@ -335,11 +333,10 @@ def main() -> None:
                 found["full"] = disk_full(work, root, wanted)
             for part, counts in found.items():
                 parts[part].append(_row(name, counts, columns[part]))
-                print(part, parts[part][-1], flush=True)
-    lines = ["# Reliability: stops", "", f"`python -m fuzz.stops {shlex.join(sys.argv[1:])}`, {platform.machine()}."]
+                print(part, *parts[part][-1], flush=True)
+    lines = ["# Reliability: stops", "", f"{stated()}."]
     for part, title in (("kills", "killed"), ("full", "disk full"), ("two", "two writers")):
-        head = (title, *columns[part], "wrong")
-        lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *parts[part]]
+        lines += ["", *rows((title, *columns[part], "wrong"), parts[part])]
     text = "\n".join(lines)
     print(text)
     if given.write is not None:
