@@ -118,9 +118,14 @@ def _steady(value: Any) -> Any:
     return [_steady(one) for one in value] if isinstance(value, list) else value
 
 
+def drafted(path: Path) -> bool:
+    """Return whether a file is one that was being written, by us or by safetensors, when its program was killed."""
+    return any(part.startswith((".new-", ".tmp")) for part in path.parts)
+
+
 def differs(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """Return which file is not as it was to be; drafts of killed programs do not count."""
-    mine = {name: held for name, held in found.items() if ".new-" not in name}
+    mine = {name: held for name, held in found.items() if not drafted(Path(name))}
     wrong = sorted(name for name in set(mine) | set(wanted) if mine.get(name) != wanted.get(name))
     return wrong[0] if wrong else ""
 
@@ -269,7 +274,7 @@ def kills(work: Work, root: Path, wanted: dict[str, Any], times: int, rng: rando
             said["runs again"] += 1
             code = waited(start(work, folder, output.fileno()))
             problem = f"exit code {code}" if code else differs(left(folder / "out"), wanted)
-            said["drafts left"] += sum(1 for _ in (folder / "out").rglob(".new-*"))
+            said["drafts left"] += sum(drafted(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
             if problem:
                 said[problem] += 1
     return said
