@@ -33,6 +33,8 @@ from gradaudit.types import Knowledge, NamedWord, Observation, PublicImages, Rec
 
 _SENT, _WEIGHT, _PUBLIC, _CHANCE, _FOUND = "sent ", "weight ", "public ", "chance", "images"
 """What a tensor on the way is: the first three are followed by its name."""
+_ENDING = 5
+"""Seconds that a program whose pipe broke has to end by itself: it only has to close its files."""
 _ERRORS: dict[str, type[Exception]] = {
     cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.AuditError)
 } | {ModelChangedError.__name__: ModelChangedError}
@@ -52,15 +54,19 @@ def run_apart(attack: Attack[Any], seen: Observation[Any], rng: torch.Generator)
     """
     program = _program()
     try:
-        return program.ask(attack, seen, rng)
-    except (EOFError, OSError):
-        code = program.process.wait()
+        answer, found = program.ask(attack, seen, rng)
+    except BaseException as problem:  # nobody knows where in a message the pipes are
         _program.cache_clear()
+        code = program.end()
+        if not isinstance(problem, EOFError | OSError | ValueError):
+            raise
         raise errors.BrokenDownError(f"attack '{attack.name}' ended the program that ran it (code {code})") from None
-    except KeyboardInterrupt:
-        program.process.kill()
-        _program.cache_clear()
-        raise
+    if "error" in answer:
+        program.forget()
+        module, kind, told = answer["error"]
+        ours = _ERRORS.get(kind) if module.startswith("gradaudit.") else None
+        raise ours(told) if ours else type(kind, (RuntimeError,), {"__module__": module})(told)
+    return _read(answer, found.get(_FOUND))
 
 
 class _OtherProgram:
@@ -74,14 +80,28 @@ class _OtherProgram:
         self._model: tuple[ModelSpec, str] | None = None
         atexit.register(self.process.kill)
 
-    def ask(self, attack: Attack[Any], seen: Observation[Any], rng: torch.Generator) -> Reconstruction:
-        """Send an observation and return the answer, or raise it."""
+    def end(self) -> int:
+        """End it, where it has not ended by itself, and return its exit code."""
+        try:
+            return self.process.wait(timeout=_ENDING)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    def forget(self) -> None:
+        """Send the model again next time: an attack that failed may have written into it."""
+        self._model = None
+
+    def ask(
+        self, attack: Attack[Any], seen: Observation[Any], rng: torch.Generator
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Send an observation and return the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         model, public = seen.model, seen.public
         said = {
             "attack": describe(attack), "kind": seen.kind, "knowledge": asdict(seen.knowledge), "known": seen.known,
-            "selection": seen.selection, "device": str(model.device),
+            "selection": seen.selection, "device": str(model.device), "threads": torch.get_num_threads(),
         }  # fmt: skip
         tensors = {_CHANCE: rng.get_state()} | {_SENT + name: value for name, value in seen.tensors.items()}
         if public is not None:
@@ -93,13 +113,7 @@ class _OtherProgram:
             tensors |= {_WEIGHT + name: value for name, value in model.parameters().items()}
         _send(self.process.stdin, said, tensors)
         self._model = here
-        answer, found = _receive(self.process.stdout)
-        if "error" in answer:
-            self._model = None  # it may have been written into
-            module, kind, told = answer["error"]
-            ours = _ERRORS.get(kind) if module.startswith("gradaudit.") else None
-            raise ours(told) if ours else type(kind, (RuntimeError,), {"__module__": module})(told)
-        return _read(answer, found.get(_FOUND))
+        return _receive(self.process.stdout)
 
 
 @cache
@@ -190,6 +204,7 @@ def main() -> None:
         except EOFError:
             return
         try:
+            torch.set_num_threads(said["threads"])
             if "model" in said:
                 model = _loaded(said, tensors)
             assert model is not None
