@@ -20,8 +20,8 @@ MOST_STEPS = 1_000_000
 FINE, GRID = 0.01, 1e-4
 """Error in epsilon that Opacus' PRV accountant allows, and dp-accounting's step of its grid: their defaults at epsilon
 1, as many times that where RDP says more. Their time and memory grow with epsilon over these: 134,000 steps at epsilon
-22 took 7 s and 1.2 GB with the defaults, the epsilon of a single step at 45 took 11 s; now 0.3 and 0.2 s. What is said is
-an upper bound all the same, up to 1% larger; by PLD up to 7% at a million steps."""
+22 took 7 s and 1.2 GB with the defaults, the epsilon of a single step at 45 took 11 s; now 0.3 and 0.2 s. What is said
+is an upper bound all the same, up to 1% larger; by PLD up to 7% at a million steps."""
 
 EXACT = "dp-accounting, exact"
 
