@@ -11,7 +11,9 @@ import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.leakage.decoding.assembly import take_out
+from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows
 from gradaudit.leakage.rowspace.deflation import Remainder, matrices, remainder
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import stream
 from gradaudit.types import Batch, LocalTraining, Observation
@@ -108,3 +110,26 @@ def test_what_else_was_shared_speaks_against_a_forged_update(bert, kind: str):
     assert set(found.sequences) == set(map(tuple, of(bert, 1).sequences()))
     assert found.certificates == ("proven" if kind == "none" else "likely",) * 3
     assert any("honest" in note for note in found.notes) is (kind != "none")
+
+
+def test_a_text_that_holds_a_special_token_costs_no_other_sentence_its_proof(bert):
+    texts = [f"{tiny_models.WORDS[3]} [CLS] {tiny_models.WORDS[9]}", " ".join(tiny_models.WORDS[11:15])]
+    batch = tiny_models.batch_of(bert, texts, [0, 1])
+    literal, plain = map(tuple, batch.sequences())
+    assert literal.count(bert.tokenizer.cls_token_id) == 2
+    found = Decode()(seen_of(bert, batch), stream(0, "attack"))
+    told = dict(zip(found.sequences, found.certificates, strict=True))
+    assert told.pop(plain) == "proven"
+    assert set(told.values()) <= {"guess"}
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.4), (0.1, 0.1)])
+def test_no_more_rows_are_decoded_than_the_space_has_dimensions(tmp_path, rates):
+    """101 were, of 75: dropout on attention alone, which masks no row of block 0."""
+    model = tiny_models.tiny(tiny_models.make_folder("bert", tmp_path / "bert"))
+    for name, part in model.module.named_modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = rates[name.endswith("attention.self.dropout")]
+    first = span(tiny_models.seen_of(Client(model, dropout=True), of(model, 1)), 0)
+    found = find_rows(MaskedInputs(model, first), Search(None, 200, 512), stream(0, "attack"))
+    assert 0 < len(found) <= first.rank

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gradaudit.errors import BadInputError, unknown_name
 
+PLUGINS = "gradaudit.plugins"
 _entries: dict[str, dict[str, type[Any]]] = {"attack": {}, "defense": {}}
 _loaded: set[str] = set()
 C = TypeVar("C", bound=type[Any])
@@ -45,9 +46,15 @@ def known(kind: str) -> dict[str, type[Any]]:
         folder = importlib.import_module(f"gradaudit.{kind}s")
         for module in pkgutil.iter_modules(folder.__path__):
             importlib.import_module(f"gradaudit.{kind}s.{module.name}")
-        for entry in entry_points(group="gradaudit.plugins"):
+        for entry in entry_points(group=PLUGINS):
             importlib.import_module(entry.value)
     return dict(sorted(_entries[kind].items()))
+
+
+def from_plugin(cls: type[Any]) -> bool:
+    """Return whether a class is of a package that the entry-point group names."""
+    own = cls.__module__.partition(".")[0]
+    return own != "gradaudit" and own in {entry.value.partition(".")[0] for entry in entry_points(group=PLUGINS)}
 
 
 def build(kind: str, name: str, values: Mapping[str, Any]) -> Any:

@@ -9,18 +9,13 @@ is told of the noise. It is told too large where a server saw the sum of clients
 from __future__ import annotations
 
 import argparse
-import platform
 import random
-import shlex
-import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
-import torch
-
 import tiny_models
+from fuzz.tables import rows, write_page
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.models.transformers import TransformersModel
@@ -63,15 +58,8 @@ def trial(kind: str, models: list[TransformersModel], rng: random.Random) -> Cou
     return Counter(dict(zip(COLUMNS, counts, strict=True)))
 
 
-def main() -> None:
-    """Run the trials and write their table."""
-    told = argparse.ArgumentParser(description=__doc__)
-    told.add_argument("--trials", type=int, default=2000, help="batches")
-    told.add_argument("--seed", type=int, default=0)
-    told.add_argument("--write", type=Path)
-    given = told.parse_args()
-    torch.set_num_threads(1)
-    began, rng = time.perf_counter(), random.Random(given.seed)
+def page(given: argparse.Namespace, rng: random.Random) -> list[str]:
+    """Run the trials and return the page's lines."""
     with tempfile.TemporaryDirectory() as where:
         folder = tiny_models.make_folder("llama", Path(where) / "llama")
         models = [adapted(f"random:{folder}", rank) for rank in (2, 4, 8)]
@@ -80,24 +68,13 @@ def main() -> None:
             kind = list(KINDS)[at % len(KINDS)]
             said[kind] += trial(kind, models, rng)
     said["all"] = sum(said.values(), Counter[str]())
-    rows = [f"| {kind} | {' | '.join(str(count[name]) for name in COLUMNS)} |" for kind, count in said.items()]
-    text = "\n".join([
-        "# Adapters amid noise: what is certain or proven, and wrong",
-        "",
-        f"`python -m fuzz.noisy_adapters {shlex.join(sys.argv[1:])}`, {platform.machine()}, one thread, torch "
-        f"{torch.__version__.partition('+')[0]}, {time.perf_counter() - began:.0f} s, shared; a tiny Llama with random "
-        "weights (width 32, three blocks), rank 2, 4 and 8, 1 to 4 sentences, the noise told (of summed clients each "
-        "one's), 1e-4 to 1 times a tensor's root mean square.",
-        "",
-        f"| noise | {' | '.join(COLUMNS)} |",
-        "|" + "---|" * (len(COLUMNS) + 1),
-        *rows,
-        "",
-    ])  # fmt: skip
-    print(text)
-    if given.write is not None:
-        given.write.write_text(text, encoding="utf8")
+    return [
+        "Adapters amid noise: what is certain or proven, and wrong",
+        "a tiny Llama with random weights (width 32, three blocks), rank 2, 4 and 8, 1 to 4 sentences, the noise told "
+        "(of summed clients each one's), 1e-4 to 1 times a tensor's root mean square.",
+        *rows(("noise", *COLUMNS), [(kind, *(count[name] for name in COLUMNS)) for kind, count in said.items()]),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    write_page({"trials": (2000, "batches")}, page)

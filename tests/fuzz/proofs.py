@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
 import random
-import shlex
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +19,7 @@ import torch
 from torch import Tensor
 
 import tiny_models
+from fuzz.tables import rows, write_page
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.leakage.decoding.assembly import take_out
@@ -154,57 +151,33 @@ def forged(each: int, models: list[TransformersModel], rng: random.Random) -> di
     return said
 
 
-def page(trials_: dict[str, Counter[str]], forged_: dict[str, Counter[str]], command: str, seconds: float) -> str:
-    """Return the page of results."""
-    tried = sum(trials_[kind]["tried"] for kind in (*LOSSES, *DECOYS))
-    version = torch.__version__.partition("+")[0]
-    lines = [
-        "# Proofs: honest updates, decoys, forged updates",
-        "",
-        f"`{command}`, {platform.machine()}, one thread, torch {version}, {seconds:.0f} s, shared; "
+def page(given: argparse.Namespace, rng: random.Random) -> list[str]:
+    """Run the trials and the forgeries, and return the page's lines."""
+    with tempfile.TemporaryDirectory() as where:
+        folder = tiny_models.make_folder("bert", Path(where) / "bert")
+        models = [tiny_models.tiny(folder, labels=labels) for labels in (2, 4, 7)]
+    forged_, tried = forged(given.each, models, rng), trials(given.trials, models, rng)
+    right = [(f"right: {kind}", tried[kind]["tried"], tried[kind]["proven"]) for kind in LOSSES]
+    wrong = [(f"wrong: {kind}", tried[kind]["tried"], f"**{tried[kind]['proven']}**") for kind in DECOYS]
+    decoys = sum(tried[kind]["tried"] for kind in DECOYS)
+    return [
+        "Proofs: honest updates, decoys, forged updates",
         "tiny BERTs of 2, 4 and 7 classes with random weights (width 32, three blocks), dropout off, 2 to 4 sentences.",
+        f"{sum(c['tried'] for c in tried.values())} sentences taken out of honest updates, right ones and decoys made "
+        "of them. Scales are 1e-6 to 1e6 (all but plain), unequal weights 1 to 1000. Decoys are tried on every loss. "
+        f"If none of {decoys} decoys is proven, that happens to fewer than {3 / max(decoys, 1):.1g} of them at 95% "
+        "(rule of three).",
         "",
-        f"{tried} sentences taken out of honest updates, right ones and decoys made of them. Scales are 1e-6 to 1e6 "
-        "(all but plain), unequal weights 1 to 1000. Decoys are tried on every loss.",
-        "",
-        "| sentence | tried | called proven |",
-        "|---|---|---|",
-        *(f"| right: {kind} | {trials_[kind]['tried']} | {trials_[kind]['proven']} |" for kind in LOSSES),
-        *(f"| wrong: {kind} | {trials_[kind]['tried']} | **{trials_[kind]['proven']}** |" for kind in DECOYS),
+        *rows(("sentence", "tried", "called proven"), right + wrong),
         "",
         "Forged updates: queries, keys and values prove a batch, and something else was put in the place of the rest "
         "([what is compared](../../docs/exact-decoding.md#what-a-proof-assumes)). An update that is forged as a whole, "
         "the gradient of sentences that the client never had, is no other than an honest one, and is not counted.",
         "",
-        "| forged | updates | a sentence found | some proven | a proven one in neither batch |",
-        "|---|---|---|---|---|",
-        *(f"| {k} | {c['tried']} | {c['found']} | {c['proven']} | {c['wrong']} |" for k, c in forged_.items()),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Run the trials and write their table."""
-    told = argparse.ArgumentParser(description=__doc__)
-    told.add_argument("--trials", type=int, default=10_000)
-    told.add_argument("--each", type=int, default=50, help="forged updates of each kind")
-    told.add_argument("--seed", type=int, default=0)
-    told.add_argument("--write", type=Path)
-    given = told.parse_args()
-    torch.set_num_threads(1)
-    began, rng = time.perf_counter(), random.Random(given.seed)
-    with tempfile.TemporaryDirectory() as where:
-        folder = tiny_models.make_folder("bert", Path(where) / "bert")
-        models = [tiny_models.tiny(folder, labels=labels) for labels in (2, 4, 7)]
-    forged_ = forged(given.each, models, rng)
-    trials_ = trials(given.trials, models, rng)
-    command = f"python -m fuzz.proofs {shlex.join(sys.argv[1:])}"
-    text = page(trials_, forged_, command, time.perf_counter() - began)
-    print(text)
-    if given.write is not None:
-        given.write.write_text(text, encoding="utf8")
+        *rows(("forged", "updates", "a sentence found", "some proven", "a proven one in neither batch"),
+              [(kind, c["tried"], c["found"], c["proven"], c["wrong"]) for kind, c in forged_.items()]),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    write_page({"trials": (10_000, "sentences"), "each": (50, "forged updates of each kind")}, page)

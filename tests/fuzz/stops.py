@@ -13,12 +13,9 @@ import hashlib
 import io
 import json
 import os
-import platform
 import random
-import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -35,6 +32,7 @@ from safetensors import SafetensorError
 from fuzz.corpus import make_rows, toml
 from fuzz.inputs import Input
 from fuzz.program import Outcome, ended
+from fuzz.tables import rows, stated
 from gradaudit import demo
 from gradaudit.case import parse_case
 
@@ -120,9 +118,14 @@ def _steady(value: Any) -> Any:
     return [_steady(one) for one in value] if isinstance(value, list) else value
 
 
+def drafted(path: Path) -> bool:
+    """Return whether a file is one that was being written, by us or by safetensors, when its program was killed."""
+    return any(part.startswith((".new-", ".tmp")) for part in path.parts)
+
+
 def differs(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """Return which file is not as it was to be; drafts of killed programs do not count."""
-    mine = {name: held for name, held in found.items() if ".new-" not in name}
+    mine = {name: held for name, held in found.items() if not drafted(Path(name))}
     wrong = sorted(name for name in set(mine) | set(wanted) if mine.get(name) != wanted.get(name))
     return wrong[0] if wrong else ""
 
@@ -271,7 +274,7 @@ def kills(work: Work, root: Path, wanted: dict[str, Any], times: int, rng: rando
             said["runs again"] += 1
             code = waited(start(work, folder, output.fileno()))
             problem = f"exit code {code}" if code else differs(left(folder / "out"), wanted)
-            said["drafts left"] += sum(1 for _ in (folder / "out").rglob(".new-*"))
+            said["drafts left"] += sum(drafted(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
             if problem:
                 said[problem] += 1
     return said
@@ -296,9 +299,9 @@ def two_writers(work: Work, root: Path, wanted: dict[str, Any], times: int, rng:
     return said
 
 
-def _row(name: str, counts: Counter[str], columns: tuple[str, ...]) -> str:
+def _row(name: str, counts: Counter[str], columns: tuple[str, ...]) -> tuple[object, ...]:
     wrong = ", ".join(f"{n} {what}" for what, n in counts.items() if what not in columns) or "0"
-    return f"| {name} | " + " | ".join(str(counts[column]) for column in columns) + f" | {wrong} |"
+    return (name, *(counts[column] for column in columns), wrong)
 
 
 def main() -> None:
@@ -312,7 +315,7 @@ def main() -> None:
     given = told.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(given.seed)
-    parts: dict[str, list[str]] = {"kills": [], "full": [], "two": []}
+    parts: dict[str, list[tuple[object, ...]]] = {"kills": [], "full": [], "two": []}
     columns = {
         "kills": ("kills", "in the middle", "runs again", "drafts left"),
         "full": ("writes", "a sentence", "went on"),
@@ -335,11 +338,10 @@ def main() -> None:
                 found["full"] = disk_full(work, root, wanted)
             for part, counts in found.items():
                 parts[part].append(_row(name, counts, columns[part]))
-                print(part, parts[part][-1], flush=True)
-    lines = ["# Reliability: stops", "", f"`python -m fuzz.stops {shlex.join(sys.argv[1:])}`, {platform.machine()}."]
+                print(part, *parts[part][-1], flush=True)
+    lines = ["# Reliability: stops", "", f"{stated()}."]
     for part, title in (("kills", "killed"), ("full", "disk full"), ("two", "two writers")):
-        head = (title, *columns[part], "wrong")
-        lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *parts[part]]
+        lines += ["", *rows((title, *columns[part], "wrong"), parts[part])]
     text = "\n".join(lines)
     print(text)
     if given.write is not None:

@@ -244,7 +244,8 @@ def _dpsgd(claim: DPSGDClaim, void: list[str], remarks: list[str]) -> tuple[Supp
     steps = (claim.steps, claim.steps * claim.rounds)
     client = Supported("client", most, _repeated(claim, most, steps[0]), _repeated(claim, most, steps[1]))
     if sampled:
-        one, all_ = (sampled_epsilons(claim.noise_multiplier, rate, n, claim.delta) for n in steps)
+        by = {n: sampled_epsilons(claim.noise_multiplier, rate, n, claim.delta) for n in dict.fromkeys(steps)}
+        one, all_ = (by[n] for n in steps)
         example = Supported("example", 1.0, _least(one), _least(all_), all_)
     else:
         # an example is in one batch of each pass over the data at most; a last batch that is not full may be left
@@ -257,8 +258,8 @@ def _dpsgd(claim: DPSGDClaim, void: list[str], remarks: list[str]) -> tuple[Supp
                 f"at rate {rate:.3g}, as is often done, is not proven"
             )
         exact = [_repeated(claim, times, n) for n in passes]
-        by = sampled_epsilons(claim.noise_multiplier / times, 1.0, passes[1], claim.delta)
-        example = Supported("example", times, exact[0], exact[1], by | {EXACT: exact[1]})
+        found = sampled_epsilons(claim.noise_multiplier / times, 1.0, passes[1], claim.delta)
+        example = Supported("example", times, exact[0], exact[1], found | {EXACT: exact[1]})
     return (client, example)
 
 

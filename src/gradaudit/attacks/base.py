@@ -15,6 +15,7 @@ from typing_extensions import TypeVar
 from gradaudit.defense_traits import OF_MEANS, Trait, traits_of, with_trait
 from gradaudit.errors import BadInputError, MissingKnowledgeError, NotSupportedError
 from gradaudit.leakage.guess_back import guess_back
+from gradaudit.leakage.segments import UNREAD, second_segments
 from gradaudit.models.base import Model, TextModel
 from gradaudit.models.state import digest_of
 from gradaudit.progress import answering
@@ -120,14 +121,16 @@ class Attack(ABC, Generic[M]):
                 ) from broken
 
     def _answer(self, seen: Observation[M], found: Reconstruction) -> Reconstruction:
-        return no_more_than(seen.knowledge.batch_size, self._guessed_back(seen, found))
+        return no_more_than(seen.knowledge.batch_size, self._finished(seen, found))
 
-    def _guessed_back(self, seen: Observation[M], found: Reconstruction) -> Reconstruction:
-        """Return what was read with words in place of stand-ins, where the attacker was told that these were sent."""
+    def _finished(self, seen: Observation[M], found: Reconstruction) -> Reconstruction:
+        """Return what was read with words in place of stand-ins that were told, and a note on what no attack reads."""
         model, told = seen.model, with_trait(seen.knowledge.defenses, "stand-ins")
-        if not isinstance(model, TextModel) or told is None or self.takes_any:
+        if not isinstance(model, TextModel) or self.takes_any:
             return found
-        return guess_back(model, found, told)
+        if UNREAD not in found.notes and second_segments(model, seen.tensors):
+            found = replace(found, notes=(*found.notes, UNREAD))
+        return found if told is None else guess_back(model, found, told)
 
     @abstractmethod
     def run(self, seen: Observation[M], rng: torch.Generator) -> Reconstruction:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from gradaudit.audit.loading import LOADERS, Loaded, at_hand, spec_of
+from gradaudit.audit.loading import LOADERS, MODELS, Loaded, at_hand, spec_of
 from gradaudit.case import Case
 from gradaudit.data.draw import draw_numbers
 from gradaudit.data.files import found_file
@@ -39,3 +39,4 @@ def _load(case: Case, source: ImageRows, base: Path, device: torch.device, loade
 
 
 LOADERS.add("images", _load)
+MODELS.add("images", load_image_model)

@@ -44,6 +44,8 @@ Loader = Callable[[Case, Any, Path, torch.device, Model | None], Loaded]
 """Takes the case, what its reader read, the folder that paths start from, the device, and a model that is at hand."""
 LOADERS: ByKind[Loader] = ByKind("audit")
 """By kind of data."""
+MODELS: ByKind[Callable[[ModelSpec, torch.device], Model]] = ByKind("model")
+"""What loads the model that a spec names, by kind of data."""
 
 
 def spec_of(case: Case, classes: int, image: tuple[int, int, int] | None = None) -> ModelSpec:

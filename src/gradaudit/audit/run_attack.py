@@ -8,8 +8,10 @@ from typing import Generic, TypeVar
 import torch
 
 from gradaudit.attacks.base import Attack, ModelChangedError
+from gradaudit.audit.apart import run_apart
 from gradaudit.errors import AuditError, NotSupportedError
 from gradaudit.models.base import Model
+from gradaudit.registry import from_plugin
 from gradaudit.types import Observation, Reconstruction
 
 M = TypeVar("M", bound=Model)
@@ -39,7 +41,9 @@ class Attempt(Generic[J]):
 def attempt(
     attack: Attack[M], seen: Observation[M], rng: torch.Generator, judged: Callable[[Reconstruction], J]
 ) -> Attempt[J]:
-    """Run an attack and have its answer judged; only an attack that changed the model stops the audit.
+    """Run an attack, of a plugin in a program of its own, and have its answer judged.
+
+    Only an attack that changed the model stops the audit.
 
     Args:
         attack: the attack.
@@ -53,7 +57,7 @@ def attempt(
     found, verdict, error, unsupported = None, None, None, False
     began = time.perf_counter()
     try:
-        found = attack(seen, rng)
+        found = run_apart(attack, seen, rng) if from_plugin(type(attack)) else attack(seen, rng)
         seconds = time.perf_counter() - began
         verdict = judged(found)
     except AuditError as problem:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from gradaudit.audit.loading import LOADERS, Loaded, at_hand, spec_of
+from gradaudit.audit.loading import LOADERS, MODELS, Loaded, at_hand, spec_of
 from gradaudit.audit.public_text import public_text
 from gradaudit.case import Case
 from gradaudit.client.warm_up import warm_up, warm_up_rows
@@ -43,3 +43,4 @@ def _load(case: Case, source: TextRows, base: Path, device: torch.device, loaded
 
 
 LOADERS.add("text", _load)
+MODELS.add("text", load_model)

@@ -20,6 +20,7 @@ class _EncoderFamily(Family):
     block_list = "encoder.layer"
     words = "embeddings.word_embeddings"
     places = "embeddings.position_embeddings"
+    segments = "embeddings.token_type_embeddings"
     head: tuple[str, ...] = ("classifier.",)
     first_alone: Sequence[str] = ("attention.output", "intermediate", "output")
     """Modules of a block whose inputs have one row a token, and whose outputs go nowhere else."""

@@ -35,6 +35,8 @@ class Family(ABC):
     """Path of the word embedding."""
     places: str | None
     """Path of the position embedding; None without."""
+    segments: str = ""
+    """Path of the embedding of token types; empty without."""
     roles: dict[str, str]
     """Path of the matrix of each role inside a block."""
     head: tuple[str, ...]

@@ -141,6 +141,7 @@ class TransformersModel(Model):
             "embeddings": table,
             "word": [self.family.word],
             "position": table[1:],
+            "segment": [f"{self.family.base}.{self.family.segments}.weight"],
             "head": [n for n in self._parameters if n.startswith(self.family.head)],
         }
         if name not in groups:

@@ -167,6 +167,7 @@ class _Search:
             torch.cat([self.beside, self.every[words]]),
         )  # fmt: skip
         before, still, tried, anew = math.inf, 0, 0, _ANEW
+        best: _Taken | None = None
         for turn in range(_TURNS):
             belief.turn()
             step(f"words of adapters, {self.steps} steps together", turn + 1, _TURNS)
@@ -181,6 +182,7 @@ class _Search:
             if noise < _CLEAR or (still == _PATIENT and not anew):
                 break
             if still == _PATIENT:
+                best = self._quieter(best, self._taken(belief, words, base, level))
                 belief.loosen()
                 # amid the first noise right words are weak, too
                 anew, before, still, age = anew - 1, math.inf, 0, dict.fromkeys(words, -_HELD)
@@ -198,7 +200,12 @@ class _Search:
             age = {word: age[word] + 1 for word in words} | dict.fromkeys(new, 0)
             belief.exchange([*range(own), *(own + n for n in kept)], self.every[new])
             words += new
-        yield self._taken(belief, words, base, level)
+        yield self._quieter(best, self._taken(belief, words, base, level))
+
+    @staticmethod
+    def _quieter(one: _Taken | None, other: _Taken) -> _Taken:
+        """Return what leaves less."""
+        return other if one is None or float(other.noise.median()) < float(one.noise.median()) else one
 
     def _taken(self, belief: Propagation, words: Sequence[int], base: Tensor, level: float) -> _Taken:
         """Return the words that are strong, up to so large a share of decoys among them."""
