@@ -1,6 +1,6 @@
-"""Words and sentences of adapters amid noise, by the thousand, with the truth at hand: what is certain must be right.
+"""Words and sentences of adapters, amid noise and without, by the thousand, with the truth at hand: what is certain must be right.
 
-    cd tests && PYTHONPATH=. python -m fuzz.noisy_adapters --write ../benchmarks/results/adapters/noise-proofs.md
+    cd tests && PYTHONPATH=. python -m fuzz.adapter_words --write ../benchmarks/results/adapters/proofs.md
 
 A tiny Llama with random weights, adapters of rank 2, 4 and 8, one to four sentences of two to six words; the attacker
 is told of the noise. It is told too large where a server saw the sum of clients that added it each.
@@ -26,7 +26,10 @@ from test_sparse_words import adapted, held
 
 NOISES = (1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
 """In multiples of a tensor's root mean square; of the other kinds in numbers of about that size."""
-KINDS = {
+KINDS: dict[str, tuple[str, str, float, dict[str, bool]] | None] = {
+    "none": None,
+    "none, one step of SGD": None,
+    "none, one step of AdamW": None,
     "gaussian": ("gaussian", "sigma", 1.0, {"relative": True}),
     "gaussian, summed clients": ("gaussian", "sigma", 1.0, {"relative": True}),
     "gaussian, one step of SGD": ("gaussian", "sigma", 1.0, {"relative": True}),
@@ -39,14 +42,17 @@ COLUMNS = ("batches", "words named", "wrong", "certain", "certain, wrong", "prov
 
 def trial(kind: str, models: list[TransformersModel], rng: random.Random) -> Counter[str]:
     """Return the counts of one batch."""
-    defense, field, unit, more = KINDS[kind]
-    model, size = rng.choice(models), rng.randint(1, 4)
-    guard = build("defense", defense, {field: unit * rng.choice(NOISES), **more})
+    model, size, guards = rng.choice(models), rng.randint(1, 4), ()
+    if (told := KINDS[kind]) is not None:
+        defense, field, unit, more = told
+        guards = (build("defense", defense, {field: unit * rng.choice(NOISES), **more}),)
     how = LocalTraining("sgd", 0.1) if "SGD" in kind else LocalTraining()
+    if "AdamW" in kind:
+        how = LocalTraining("adamw", 2e-4, weight_decay=0.01)
     clients = size if "clients" in kind else 1
     lengths = [rng.randint(2, 6) for _ in range(size)]
     batch = tiny_models.batch_of(model, tiny_models.sentences(lengths, rng.randrange(10**6)))
-    client = Client(model, how, defenses=(guard,), clients=clients)
+    client = Client(model, how, defenses=guards, clients=clients)
     found = Decode()(tiny_models.seen_of(client, batch, seed=rng.randrange(10**6)), stream(0, "attack"))
     true, texts = held(model, batch), {tuple(ids) for ids in batch.sequences()}
     words = found.words or ()
@@ -69,7 +75,7 @@ def page(given: argparse.Namespace, rng: random.Random) -> list[str]:
             said[kind] += trial(kind, models, rng)
     said["all"] = sum(said.values(), Counter[str]())
     return [
-        "Adapters amid noise: what is certain or proven, and wrong",
+        "Adapters: what is certain or proven, and wrong",
         "a tiny Llama with random weights (width 32, three blocks), rank 2, 4 and 8, 1 to 4 sentences, the noise told "
         "(of summed clients each one's), 1e-4 to 1 times a tensor's root mean square.",
         *rows(("noise", *COLUMNS), [(kind, *(count[name] for name in COLUMNS)) for kind, count in said.items()]),
