@@ -1,4 +1,4 @@
-"""Words and sentences of adapters, amid noise and without, by the thousand, with the truth at hand: what is certain must be right.
+"""Words and sentences of adapters, amid noise or not, by the thousand, with the truth at hand: is what is certain right?
 
     cd tests && PYTHONPATH=. python -m fuzz.adapter_words --write ../benchmarks/results/adapters/proofs.md
 
