@@ -1,4 +1,4 @@
-"""Words and sentences of adapters, amid noise or not, by the thousand, with the truth at hand: is what is certain right?
+"""Words and sentences of adapters, amid noise or not, by the thousand, the truth at hand: is what is certain right?
 
     cd tests && PYTHONPATH=. python -m fuzz.adapter_words --write ../benchmarks/results/adapters/proofs.md
 
@@ -48,7 +48,7 @@ def trial(kind: str, models: list[TransformersModel], rng: random.Random) -> Cou
         guards = (build("defense", defense, {field: unit * rng.choice(NOISES), **more}),)
     how = LocalTraining("sgd", 0.1) if "SGD" in kind else LocalTraining()
     if "AdamW" in kind:
-        how = LocalTraining("adamw", 2e-4, weight_decay=0.01)
+        how = LocalTraining("adamw", 2e-4, eps=1e-3)  # a tiny model's gradients are large
     clients = size if "clients" in kind else 1
     lengths = [rng.randint(2, 6) for _ in range(size)]
     batch = tiny_models.batch_of(model, tiny_models.sentences(lengths, rng.randrange(10**6)))
