@@ -98,7 +98,7 @@ def demo(
         bool, typer.Option("--vision", help="Digits and a small network in place of text (extra: vision).")
     ] = False,
 ) -> None:
-    """Audit a real model's update on embedded sentences and show what leaks (a minute and a half on two cores)."""
+    """Audit a real model's update on embedded sentences and show what leaks (under a minute on two cores)."""
     from gradaudit.audit.info import RECORDS
     from gradaudit.demo import IMAGE_COUNT, run_demo
     from gradaudit.metrics.summary import summarize

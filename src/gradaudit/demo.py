@@ -1,4 +1,4 @@
-"""`gradaudit demo`: a real model's update, four settings, what leaks; in a minute and a half on two cores."""
+"""`gradaudit demo`: a real model's update, four settings, what leaks; in under a minute on two cores."""
 
 from collections.abc import Sequence
 from concurrent.futures import as_completed
@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 LORA = {ADAPTERS: {"rank": 8, "warmup": 4}}
 """Settings with adapters: left out where the extra `lora` is missing."""
-# smaller budgets than the published ones, so that the demo ends in a minute or two
+# smaller budgets than the published ones, so that the demo ends in a minute
 TAG = {"name": "tag", "steps": 150}
 DAGER = {"name": "dager", "max_candidates": 30_000}
 ATTACKS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -44,7 +44,7 @@ ATTACKS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 
 SIGN: dict[str, Any] = {"name": "sign"}
-# smaller budgets than the defaults, so that the demo ends in a minute or two
+# smaller budgets than the defaults, so that the demo ends in a minute
 IG = {"name": "ig", "steps": 400, "restarts": 2}
 LTI = {"name": "lti-images", "learner": "kernel", "mirrored": False, "refine": 150}
 GIGIP = {"name": "gigip", "latent_steps": 150, "weight_steps": 300, "restarts": 2, "training_steps": 800}

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,19 @@ _MOST_BLOCKS = 1000
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' loading bars and its report of the (intended) fresh head out of the user's terminal."""
+    """Keep loading bars, reports of the (intended) fresh head and hints at kernels out of the user's terminal."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    packing = getLogger("bitsandbytes")  # peft imports it where it is installed
+    hints = packing.level
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    packing.setLevel(ERROR)
     try:
         yield
     finally:
+        packing.setLevel(hints)
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
