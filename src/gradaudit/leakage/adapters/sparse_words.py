@@ -62,7 +62,7 @@ _NO_STEP = (
 )
 _SEVERAL = (
     "adapters are read from one gradient, or from steps of AdamW, Adam or plain SGD from a fresh state; of this change "
-    "nothing tells the gradients (another optimizer, or how it was made was not told)"
+    "nothing tells the gradients (another optimizer, how it was made was not told, or entries that are all of one size)"
 )
 _NOTHING = "nothing of the adapters stands above its errors"
 _NOT_SENT = (
