@@ -1,12 +1,13 @@
 """DAGER, all that its paper reports and what lies past it; a table a group in benchmarks/results/dager/.
 
-    OMP_NUM_THREADS=1 python benchmarks/dager.py exact past curve encoders lora precision fedavg variants
+    OMP_NUM_THREADS=1 python benchmarks/dager.py exact past curve encoders lora precision fedavg variants \\
+        released
 
 Groups: exact (decoders below the width), past (and beyond it), curve (half to four times a small width), encoders (the
 paper's search), lora (adapters of SmolLM2, trained a few steps), precision (half precision, integers, Gaussian noise),
 fedavg (the paper's grid and beyond; four blocks, random weights), variants (other losses, ReLU, padding on the left,
-texts of 500 tokens). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures
-count 0.
+texts of 500 tokens), released (the released code's rules beside ours, on the same batches). Records go to
+out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from grid import DATA, OFF, Cell, Done, Options, Program, each, main
+from tokenizers import Tokenizer, processors
 
 from gradaudit.data.spec import SourceSpec
 from gradaudit.data.text import load_rows
 from gradaudit.metrics.summary import summarize
+from gradaudit.models import packages
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 
@@ -54,6 +57,7 @@ def setting(
 
 LONG, RELU = Path("out/data/rotten_tomatoes_long.tsv"), Path("out/data/gpt2-relu")
 NARROW, WIDTH = Path("out/data/gpt2-narrow"), 192
+FRAMED = Path("out/data/smollm2-framed")
 MADE: dict[str, dict[str, Any]] = {"rt, 500 tokens": {"path": str(LONG), "header": False, "text": 1, "label": 0}}
 
 
@@ -85,6 +89,23 @@ def make_narrow() -> None:
     model.tokenizer.save_pretrained(NARROW)
 
 
+def make_framed() -> None:
+    """Write what released needs: SmolLM2 whose sentences begin with its first token, as Llama's do."""
+    source = packages.smollm2_folder()
+    FRAMED.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if not (FRAMED / path.name).exists():
+            (FRAMED / path.name).symlink_to(path)
+    inner, first = Tokenizer.from_file(str(source / "tokenizer.json")), "<|im_start|>"
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, inner.token_to_id(first))]
+    )
+    (FRAMED / "tokenizer.json").unlink()
+    inner.save(str(FRAMED / "tokenizer.json"))
+
+
+RELEASED = PLAIN | {"roles": ["q"], "rank": "paper", "threshold": "paper", "remove_used": "always"}
+"""The released code's rules."""
 SHORT = PLAIN | {"max_candidates": 2_000_000}
 """The paper's encoder search at a fifth of its products a length: two to three minutes of one core."""
 
@@ -196,9 +217,19 @@ def variants() -> list[Cell]:
     return cells + [setting("ReLU", f"random:{RELU}", "cola", size, 5, layers=4) for size in (1, 8)]
 
 
+def released() -> list[Cell]:
+    """Ours and the released code's rules on the same batches, 8 sentences and more; 606 is a draw of its own."""
+    sizes = {"minilm": ((1, 8), (2, 4), (4, 2)), str(FRAMED): ((1, 8), (2, 4), (4, 2), (8, 2), (16, 2))}
+    return [
+        setting(title, model, "cola", size, count, attack=attack, seed=606)
+        for model, row in sizes.items() for size, count in row
+        for title, attack in (("", PLAIN), ("released rules", RELEASED))
+    ]  # fmt: skip
+
+
 GROUPS = {
     "exact": exact, "past": past, "curve": curve, "encoders": encoders, "lora": lora, "precision": precision,
-    "fedavg": fedavg, "variants": variants,
+    "fedavg": fedavg, "variants": variants, "released": released,
 }  # fmt: skip
 COLUMNS = (
     "update", "model", "data", "B", "batches", "load b/d", "R-1", "R-2", "R-L", "exact %", "whole batches", "blind R-L",
@@ -238,10 +269,11 @@ def cells(group: str) -> list[Cell]:
 def words(group: str, given: Options) -> str:
     """Return what stands above a group's table."""
     far = group in ("past", "curve")
+    draw = 606 if group == "released" else 404 if far else 202
     return (
         "Our scoring; the attacker has the weights, and knows batch size and training, not labels or lengths; the word "
         "embedding's gradient is shared, and not read but in rows that say so (the paper does not); failures count 0. "
-        f"Draw {404 if far else 202}: thresholds were developed on 101, what reads under noise on 303"
+        f"Draw {draw}: thresholds were developed on 101, what reads under noise on 303"
         f"{', what reads past the width on 202' if far else ''}. Published: DAGER's own, trained GPT-2 (LoRA: "
         "Llama-3.1-8B, encoders: BERT-base), another draw."
     )
@@ -253,7 +285,7 @@ def before(group: str, given: Options) -> None:
         MAKES[group]()
 
 
-MAKES = {"curve": make_narrow, "variants": make}
+MAKES = {"curve": make_narrow, "variants": make, "released": make_framed}
 PROGRAM = Program(
     about=__doc__,
     groups={group: lambda given, group=group: cells(group) for group in GROUPS},
