@@ -91,6 +91,22 @@ def test_a_row_that_is_missing_explains_most_of_what_is_left():
     assert len(belief.rows) == 6
 
 
+def test_what_was_let_go_comes_back():
+    rows, _, sent = made(0)
+    belief = Propagation(sent, torch.full_like(sent, 1e-6), TWO, times(2, True, False, 2), True, rows)
+    for _ in range(30):
+        belief.turn()
+    sites, noise, strengths = belief.sites.clone(), belief.noise.clone(), belief.strengths()
+    belief.loosen()
+    assert float(belief.sites.norm()) < 0.2 * float(sites.norm())
+    assert bool((belief.noise > 10 * noise).all())
+    assert float(belief.strengths().max()) < float(strengths.max())
+    for _ in range(30):
+        belief.turn()
+    assert set(belief.strengths().topk(6).indices.tolist()) == set(range(6))
+    assert bool((belief.noise < 2 * noise).all())
+
+
 def test_rows_of_one_step_alone_have_priors_of_their_own():
     rows, _, sent = made(1, tied=False)
     belief = Propagation(sent, torch.full_like(sent, 1e-6), TWO, times(2, False, False, 2), False, rows)

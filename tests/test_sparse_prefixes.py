@@ -127,6 +127,10 @@ def test_a_block_of_another_batch_gives_no_sentence(llama):
     found = Decode()(replace(seen, tensors=mixed), stream(0, "attack"))
     assert found.sequences == ()
     assert found.words
+    assert any("no sentence's rows explain" in note for note in found.notes)
+    found = Decode()(seen_of(Client(llama), batch, "0:q,k,v"), stream(0, "attack"))
+    assert found.words
+    assert not any("no sentence's rows explain" in note for note in found.notes)
 
 
 def test_noise_beyond_rounding_gives_no_sentence(llama):

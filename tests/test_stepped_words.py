@@ -13,10 +13,12 @@ from torch.nn.functional import normalize
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.adapters import stepped_words as module
 from gradaudit.leakage.adapters.sparse_words import dictionary
 from gradaudit.leakage.adapters.stepped_words import stepped_words, times
 from gradaudit.leakage.uneven import step_signals
 from gradaudit.leakage.uneven.entries import Entries
+from gradaudit.leakage.uneven.propagation import Propagation
 from gradaudit.leakage.uneven.step_signals import SignalFit, StepSignals
 from gradaudit.leakage.uneven.steps import AdamStep, AdamSteps
 from gradaudit.leakage.uneven.summed import Summed, summed
@@ -42,6 +44,28 @@ def update(model, batch, epochs: int, **how):
         **{"optimizer": "adamw", "learning_rate": 1e-3, "epochs": epochs, "weight_decay": 0.01, "eps": 1e-6} | how
     )
     return seen_of(Client(model, training), batch, "0:q,k,v")
+
+
+def test_a_search_that_stands_still_begins_again_and_the_better_one_counts(wide, monkeypatch):
+    """The rounding of the weights is as far as noise falls: told to go on, the search stands still there."""
+    batch = batch_of(wide, sentences([3, 3], 2))
+    change = summed(update(wide, batch, 2), 0)
+    begun, left = [], []
+
+    def spoiled(belief):
+        begun.append(belief.turns)
+        belief.sent = belief.sent.flip(1)  # what comes after reads another change
+
+    monkeypatch.setattr(module, "_CLEAR", 0.0)
+    monkeypatch.setattr(Propagation, "loosen", spoiled)
+    monkeypatch.setattr(module._Search, "_proven", lambda _, taken: left.append(float(taken.noise.median())))
+    found = stepped_words(wide, change, 0.05, True)
+    assert len(begun) == module._ANEW
+    assert {word.token for word in found.words} == held(wide, batch)
+    monkeypatch.setattr(module._Search, "_quieter", staticmethod(lambda one, other: other))
+    before = left[-1]
+    stepped_words(wide, change, 0.05, True)
+    assert left[-1] > 2 * before
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

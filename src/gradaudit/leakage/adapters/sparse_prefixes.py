@@ -67,6 +67,10 @@ _LOUDEST = 256
 entries of a line weighed alike, which is up to five times too much (9 tokens of a tiny model, SGD: 93 for 18)."""
 _RIDGE, _TINY = 1e-12, 1e-300
 """Of a line's normal matrix, as a share of its diagonal, and in place of a square of nothing."""
+_UNREPEATED = (
+    "no sentence's rows explain what deeper blocks sent: these compute otherwise than the attacker's model, as a base "
+    "in half precision does, or the words are too many"
+)
 _FEWER = "fewer sentences than the batch has: one that is there twice, or begins another one, has no row of its own"
 
 
@@ -130,7 +134,8 @@ def put_together(seen: Observation, words: Sequence[NamedWord], rng: torch.Gener
     sure = {word.token for word in words if word.certain} | seen.model.special.ids
     found = sparse_sentences(seen, [word.token for word in words], rng)
     if not found:
-        return Reconstruction()
+        deeper = (seen.role(layer, role) for layer in range(1, seen.model.depth) for role in "qkv")
+        return Reconstruction(notes=(_UNREPEATED,) if any(deeper) else ())
     read = named(seen, list(found), (), {})
     # without labels, which tell that these are all, the directions alone prove them, but not those of some blocks
     alone = read.labels is None and seen.model.spec.loaded is None
