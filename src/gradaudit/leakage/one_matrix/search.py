@@ -1,0 +1,223 @@
+"""The search for one sentence in the space of one matrix's inputs: chosen word by word, then mended among its words.
+
+A word's row depends mostly on the word and its place and less on the words around, so that words are found in rows that
+were made among any words. Among nearly right words the rows are nearly right, and the right sentence fills the space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
+from gradaudit.leakage.one_matrix.word_rows import (
+    framed,
+    framing_places,
+    framing_rows,
+    rows_among,
+    rows_of,
+    usual_rows,
+    word_rows,
+)
+from gradaudit.models.base import TextModel
+from gradaudit.progress import step
+
+FILLED = 1e-2
+"""Directions that a right sentence leaves unfilled are fewer than this: 1e-5 by rounding, and 0.3 with one word wrong."""
+_SHORT, _SHORTEST = 1500, 100
+"""Words at a place that are looked at in the first choice, and so many at least where sentences are long."""
+_ROWS = 32_768
+"""Rows looked at in the first choice: bounds memory."""
+_TRIED, _SWAPPED = 48, 6
+"""Words tried at a place among the words of a guess, beside the guess's own; and of these, for an exchange."""
+_TURNS = 40
+"""Turns of mending a guess."""
+_WORST, _WIDE = 3, 1024
+"""Places, those with the worst words, at which so many words are tried when nothing else helps."""
+_STARTS = 6
+"""Guesses that are mended until one fills the space: from other words around, then from the best with places redrawn."""
+_REDRAWN = 0.3
+"""Share of the places that are redrawn."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A sentence and what it leaves of the space.
+
+    Args:
+        tokens: [n] ids.
+        unfilled: directions of the space that its rows do not fill.
+    """
+
+    tokens: Tensor
+    unfilled: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether it fills the space."""
+        return self.unfilled < FILLED
+
+
+class Search:
+    """The search for a sentence of known length.
+
+    Args:
+        model: an encoder, dropout off.
+        signal: the space.
+        length: tokens of the sentence, special ones included.
+        rng: for the words around, where none are known yet.
+    """
+
+    def __init__(self, model: TextModel, signal: Signal, length: int, rng: torch.Generator) -> None:
+        self.model, self.signal, self.length, self.rng = model, signal, length, rng
+        self.words = word_rows(model, signal, rng)
+        self.first = int(signal.differences)  # place of the first row
+        self.framing = framing_rows(model, signal, length)
+        self.places = [p for p in range(length) if p not in framing_places(model, length)]
+        self.barred = torch.tensor(sorted(model.special.ids), device=model.device)
+
+    def run(self) -> Fit:
+        """Return the best sentence found."""
+        best: Fit | None = None
+        for start in range(_STARTS):
+            shifts, framing = usual_rows(self.model, self.signal, self.words, self.length, self.rng)
+            shares = self._shares_of_all(shifts[self.places], framing, [None] * len(self.places))
+            if best is None or start % 2 == 0:
+                first = self._chosen(shares, shifts[self.places], framing)
+            else:
+                first = self._redrawn(best, shares)
+            found = self._mended(first, shifts[self.places], start)
+            if best is None or found.unfilled < best.unfilled:
+                best = found
+            if best.whole:
+                break
+        assert best is not None
+        return best
+
+    # a first guess
+
+    def _chosen(self, shares: Tensor, shifts: Tensor, framing: Tensor) -> Fit:
+        """Choose word by word what fills most of what is left, from rows made among frequent words."""
+        words = shares.topk(max(_SHORTEST, min(_SHORT, _ROWS // len(self.places))), 1).indices
+        rows = self.words.rows[words] + shifts[:, None]
+        return self._best([self._pick(words, rows, framing)])
+
+    def _pick(self, words: Tensor, rows: Tensor, framing: Tensor) -> Tensor:
+        """Return [n] tokens, chosen one after the other, the surest first, of [P, K] words with rows [P, K, d]."""
+        remaining = Remaining(self.signal, rows, framing)
+        picked = words[:, 0].clone()
+        left = torch.ones(len(words), dtype=torch.bool, device=words.device)
+        while bool(left.any()):
+            best = remaining.share.max(1)
+            at = int(torch.where(left, best.values, -1.0).argmax())
+            word = int(best.indices[at])
+            picked[at], left[at] = words[at, word], False
+            remaining.choose(rows[at, word])
+        return framed(self.model, picked.tolist())
+
+    def _redrawn(self, best: Fit, shares: Tensor) -> Fit:
+        """Put likely words at some places of a guess, which lead elsewhere."""
+        tokens = best.tokens.clone()
+        likely = shares.topk(_TRIED, 1).indices
+        many = max(2, round(_REDRAWN * len(self.places)))
+        for at in torch.randperm(len(self.places), generator=self.rng)[:many].tolist():
+            tokens[self.places[at]] = likely[at, int(torch.randint(_TRIED, (1,), generator=self.rng))]
+        return self._best([tokens])
+
+    # mending
+
+    def _mended(self, now: Fit, shifts: Tensor, start: int) -> Fit:
+        """Exchange and move words until the space is filled or nothing fills more of it."""
+        for turn in range(_TURNS):
+            step("one matrix: words exchanged", start * _TURNS + turn, _STARTS * _TURNS)
+            if now.whole:
+                break
+            own = rows_of(self.model, self.signal, now.tokens[None])[0]
+            words, rows = self._tried(now, own, shifts, _TRIED)
+            shifts = (rows - self.words.rows[words]).mean(1)
+            picked = self._pick(words, rows, own[self.framing])
+            best = self._best([picked, self._others_kept(now, own, words, rows)])
+            if best.unfilled > now.unfilled - FILLED:
+                best = self._best(self._neighbors(now, own, words, rows))
+            if best.unfilled > now.unfilled - FILLED:
+                best = self._widened(now, own, shifts)
+            if best.unfilled > now.unfilled - FILLED:
+                break
+            now = best
+        return now
+
+    def _tried(
+        self, now: Fit, own: Tensor, shifts: Tensor, many: int, among: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return likely words and the guess's own at each place, [P, K], and their rows among the guess's words."""
+        at = list(range(len(self.places)) if among is None else among)
+        places = torch.tensor([self.places[p] for p in at], device=own.device)
+        likely = self._shares_of_all(shifts[at], own, (places - self.first).tolist()).topk(many, 1).indices
+        bag = now.tokens[self.places].unique()
+        words = torch.cat([bag.expand(len(at), -1), likely], 1)
+        return words, rows_among(self.model, self.signal, now.tokens, places, words)
+
+    def _widened(self, now: Fit, own: Tensor, shifts: Tensor) -> Fit:
+        """Try many words at the places whose words fit worst."""
+        fits = torch.stack([shares(self.signal, own[p - self.first], _without(own, p - self.first)) for p in self.places])
+        found = [now.tokens]
+        for at in fits.argsort()[:_WORST].tolist():
+            words, rows = self._tried(now, own, shifts, _WIDE, [at])
+            others = _without(own, self.places[at] - self.first)
+            for word in words[0, shares(self.signal, rows[0], others).topk(_SWAPPED).indices]:
+                exchanged = now.tokens.clone()
+                exchanged[self.places[at]] = word
+                found.append(exchanged)
+        return self._best(found)
+
+    def _shares_of_all(self, shifts: Tensor, own: Tensor, without: Sequence[int | None]) -> Tensor:
+        found = self.words.shares(self.signal, shifts, own, without)
+        found[:, self.barred] = -1.0
+        return found
+
+    def _shares(self, own: Tensor, rows: Tensor) -> Tensor:
+        """Return [P, K], what each tried word would fill beside the guess's other words."""
+        others = [_without(own, place - self.first) for place in self.places]
+        return torch.stack([shares(self.signal, row, other) for row, other in zip(rows, others, strict=True)])
+
+    def _others_kept(self, now: Fit, own: Tensor, words: Tensor, rows: Tensor) -> Tensor:
+        """Return the guess with the best word at each place, as if the others were right."""
+        tokens = now.tokens.clone()
+        tokens[self.places] = words.gather(1, self._shares(own, rows).argmax(1, keepdim=True))[:, 0]
+        return tokens
+
+    def _neighbors(self, now: Fit, own: Tensor, words: Tensor, rows: Tensor) -> list[Tensor]:
+        """Return the guess with two words swapped, one moved, or one exchanged."""
+        found = []
+        likely = words.gather(1, self._shares(own, rows).topk(_SWAPPED, 1).indices)
+        for a, one in enumerate(self.places):
+            for b, other in enumerate(self.places):
+                if a < b and now.tokens[one] != now.tokens[other]:
+                    swapped = now.tokens.clone()
+                    swapped[[one, other]] = now.tokens[[other, one]]
+                    found.append(swapped)
+                if abs(a - b) > 1:
+                    moved = now.tokens[self.places].tolist()
+                    moved.insert(b, moved.pop(a))
+                    found.append(framed(self.model, moved))
+            for word in likely[a]:
+                if word != now.tokens[one]:
+                    exchanged = now.tokens.clone()
+                    exchanged[one] = word
+                    found.append(exchanged)
+        return found
+
+    def _best(self, sentences: Sequence[Tensor]) -> Fit:
+        every = torch.stack(list(sentences))
+        unfilled = torch.cat(
+            [self.signal.unfilled(rows_of(self.model, self.signal, part)) for part in every.split(128)]
+        )
+        at = int(unfilled.argmin())
+        return Fit(every[at], float(unfilled[at]))
+
+
+def _without(rows: Tensor, at: int) -> Tensor:
+    return torch.cat([rows[:at], rows[at + 1 :]])
