@@ -20,6 +20,7 @@ from gradaudit.leakage.decoding.order import order_words
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
 from gradaudit.leakage.decoding.several import place_words, unmix
+from gradaudit.leakage.one_matrix.batch import read_any
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
@@ -133,9 +134,7 @@ class Decode(Attack):
             doubted = one and NOT_EXPLAINED in found.notes
             return self._ranked(seen, first, rng, found) if doubted and first else found
         if first is None:
-            raise NotSupportedError(
-                "attack 'decode' needs query, key or value gradients of block 0, and none of them is in this update"
-            )
+            return self._deeper(seen, rng)
         if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
             return self._ranked(seen, first, rng)
         rate = seen.knowledge.dropout
@@ -151,6 +150,17 @@ class Decode(Attack):
         if seen.model.causal:
             return self._grown(seen, first)
         return self._placed(seen, first)
+
+    def _deeper(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        """Read sentences without block 0's q, k and v, dropout off, from whatever matrix was shared."""
+        if seen.kind == "gradient" and seen.knowledge.dropout == 0.0 and not seen.knowledge.defenses:
+            found = read_any(seen, self.max_length, rng)
+            if found is not None:
+                return found
+        raise NotSupportedError(
+            "attack 'decode' needs query, key or value gradients of block 0, or of an encoder's clean gradient with "
+            "dropout off one matrix of another place; neither is in this update"
+        )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 20 + tokens // 4

@@ -64,7 +64,11 @@ def explain(model: TextModel, sentences: Sequence[tuple[int, ...]], left: Matric
 
 
 def named(
-    seen: Observation, sentences: Sequence[tuple[int, ...]], notes: Sequence[str], details: Mapping[str, Any]
+    seen: Observation,
+    sentences: Sequence[tuple[int, ...]],
+    notes: Sequence[str],
+    details: Mapping[str, Any],
+    sent: Matrices | None = None,
 ) -> Reconstruction:
     """Return sentences with their labels, proven where they are all of the batch and make its gradient.
 
@@ -72,6 +76,7 @@ def named(
         seen: an update.
         sentences: token ids.
         notes, details: of how they were found.
+        sent: gradients that they must make; those of q, k and v of the first two blocks when None.
     """
     size = seen.knowledge.batch_size or len(sentences)
     notes, details = list(notes), dict(details)
@@ -80,7 +85,7 @@ def named(
     if (loaded := seen.model.spec.loaded) is not None:  # a gradient needs the model's output
         notes.append(f"likely and not proven: only the first {loaded} blocks of the model were loaded")
     elif one_gradient and sentences and len(sentences) == size:
-        told = explain(seen.model, sentences, matrices(seen, 2), 1 / size)
+        told = explain(seen.model, sentences, matrices(seen, 2) if sent is None else sent, 1 / size)
         details["unexplained"] = told.left
         if told.left < _LITTLE:
             # a sentence that sends next to nothing would leave as little if it were another one

@@ -19,14 +19,14 @@ from gradaudit.leakage.one_matrix.word_rows import (
     framing_rows,
     rows_among,
     rows_of,
+    WordRows,
     usual_rows,
-    word_rows,
 )
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
 FILLED = 1e-2
-"""Directions that a right sentence leaves unfilled are fewer than this: 1e-5 by rounding, and 0.3 with one word wrong."""
+"""Directions that a right sentence leaves apart are fewer than this: 1e-5 by rounding, and 0.3 with one word wrong."""
 _SHORT, _SHORTEST = 1500, 100
 """Words at a place that are looked at in the first choice, and so many at least where sentences are long."""
 _ROWS = 32_768
@@ -37,8 +37,6 @@ _TURNS = 40
 """Turns of mending a guess."""
 _WORST, _WIDE = 3, 1024
 """Places, those with the worst words, at which so many words are tried when nothing else helps."""
-_STARTS = 6
-"""Guesses that are mended until one fills the space: from other words around, then from the best with places redrawn."""
 _REDRAWN = 0.3
 """Share of the places that are redrawn."""
 
@@ -49,16 +47,16 @@ class Fit:
 
     Args:
         tokens: [n] ids.
-        unfilled: directions of the space that its rows do not fill.
+        apart: directions of the space that its rows do not fill.
     """
 
     tokens: Tensor
-    unfilled: float
+    apart: float
 
     @property
     def whole(self) -> bool:
         """Whether it fills the space."""
-        return self.unfilled < FILLED
+        return self.apart < FILLED
 
 
 class Search:
@@ -67,30 +65,38 @@ class Search:
     Args:
         model: an encoder, dropout off.
         signal: the space.
+        words: every word's row.
         length: tokens of the sentence, special ones included.
+        bag: token ids that are tried at every place, beside those that are likely there.
         rng: for the words around, where none are known yet.
     """
 
-    def __init__(self, model: TextModel, signal: Signal, length: int, rng: torch.Generator) -> None:
-        self.model, self.signal, self.length, self.rng = model, signal, length, rng
-        self.words = word_rows(model, signal, rng)
+    def __init__(
+        self, model: TextModel, signal: Signal, words: WordRows, length: int, bag: Tensor, rng: torch.Generator
+    ) -> None:
+        self.model, self.signal, self.words, self.length, self.bag, self.rng = model, signal, words, length, bag, rng
         self.first = int(signal.differences)  # place of the first row
         self.framing = framing_rows(model, signal, length)
         self.places = [p for p in range(length) if p not in framing_places(model, length)]
         self.barred = torch.tensor(sorted(model.special.ids), device=model.device)
 
-    def run(self) -> Fit:
-        """Return the best sentence found."""
+    def run(self, starts: int) -> Fit:
+        """Return the best sentence found.
+
+        Args:
+            starts: guesses that are mended until one fits: from other words around, and from the best with places
+                redrawn, in turn.
+        """
         best: Fit | None = None
-        for start in range(_STARTS):
+        for start in range(starts):
             shifts, framing = usual_rows(self.model, self.signal, self.words, self.length, self.rng)
             shares = self._shares_of_all(shifts[self.places], framing, [None] * len(self.places))
             if best is None or start % 2 == 0:
                 first = self._chosen(shares, shifts[self.places], framing)
             else:
                 first = self._redrawn(best, shares)
-            found = self._mended(first, shifts[self.places], start)
-            if best is None or found.unfilled < best.unfilled:
+            found = self._mended(first, shifts[self.places])
+            if best is None or found.apart < best.apart:
                 best = found
             if best.whole:
                 break
@@ -129,22 +135,23 @@ class Search:
 
     # mending
 
-    def _mended(self, now: Fit, shifts: Tensor, start: int) -> Fit:
+    def _mended(self, now: Fit, shifts: Tensor) -> Fit:
         """Exchange and move words until the space is filled or nothing fills more of it."""
         for turn in range(_TURNS):
-            step("one matrix: words exchanged", start * _TURNS + turn, _STARTS * _TURNS)
+            step("one matrix: turns of exchange", turn, _TURNS)
             if now.whole:
                 break
             own = rows_of(self.model, self.signal, now.tokens[None])[0]
             words, rows = self._tried(now, own, shifts, _TRIED)
             shifts = (rows - self.words.rows[words]).mean(1)
             picked = self._pick(words, rows, own[self.framing])
-            best = self._best([picked, self._others_kept(now, own, words, rows)])
-            if best.unfilled > now.unfilled - FILLED:
-                best = self._best(self._neighbors(now, own, words, rows))
-            if best.unfilled > now.unfilled - FILLED:
+            fits = [self._shares(own, rows), self._inside(rows)]
+            best = self._best([picked, *(self._others_kept(now, words, fit) for fit in fits)])
+            if best.apart > now.apart - FILLED:
+                best = self._best(self._neighbors(now, words, fits))
+            if best.apart > now.apart - FILLED:
                 best = self._widened(now, own, shifts)
-            if best.unfilled > now.unfilled - FILLED:
+            if best.apart > now.apart - FILLED:
                 break
             now = best
         return now
@@ -156,7 +163,7 @@ class Search:
         at = list(range(len(self.places)) if among is None else among)
         places = torch.tensor([self.places[p] for p in at], device=own.device)
         likely = self._shares_of_all(shifts[at], own, (places - self.first).tolist()).topk(many, 1).indices
-        bag = now.tokens[self.places].unique()
+        bag = torch.cat([now.tokens[self.places], self.bag]).unique()
         words = torch.cat([bag.expand(len(at), -1), likely], 1)
         return words, rows_among(self.model, self.signal, now.tokens, places, words)
 
@@ -183,16 +190,21 @@ class Search:
         others = [_without(own, place - self.first) for place in self.places]
         return torch.stack([shares(self.signal, row, other) for row, other in zip(rows, others, strict=True)])
 
-    def _others_kept(self, now: Fit, own: Tensor, words: Tensor, rows: Tensor) -> Tensor:
+    def _inside(self, rows: Tensor) -> Tensor:
+        """Return [P, K], which share of each row lies in the space: all of it where the words around are right."""
+        basis = self.signal.basis.to(rows.dtype)
+        return (rows @ basis).square().sum(-1) / rows.square().sum(-1)
+
+    def _others_kept(self, now: Fit, words: Tensor, fits: Tensor) -> Tensor:
         """Return the guess with the best word at each place, as if the others were right."""
         tokens = now.tokens.clone()
-        tokens[self.places] = words.gather(1, self._shares(own, rows).argmax(1, keepdim=True))[:, 0]
+        tokens[self.places] = words.gather(1, fits.argmax(1, keepdim=True))[:, 0]
         return tokens
 
-    def _neighbors(self, now: Fit, own: Tensor, words: Tensor, rows: Tensor) -> list[Tensor]:
+    def _neighbors(self, now: Fit, words: Tensor, fits: Sequence[Tensor]) -> list[Tensor]:
         """Return the guess with two words swapped, one moved, or one exchanged."""
         found = []
-        likely = words.gather(1, self._shares(own, rows).topk(_SWAPPED, 1).indices)
+        likely = torch.cat([words.gather(1, fit.topk(_SWAPPED, 1).indices) for fit in fits], 1)
         for a, one in enumerate(self.places):
             for b, other in enumerate(self.places):
                 if a < b and now.tokens[one] != now.tokens[other]:
@@ -212,11 +224,11 @@ class Search:
 
     def _best(self, sentences: Sequence[Tensor]) -> Fit:
         every = torch.stack(list(sentences))
-        unfilled = torch.cat(
-            [self.signal.unfilled(rows_of(self.model, self.signal, part)) for part in every.split(128)]
+        apart = torch.cat(
+            [self.signal.apart(rows_of(self.model, self.signal, part)) for part in every.split(128)]
         )
-        at = int(unfilled.argmin())
-        return Fit(every[at], float(unfilled[at]))
+        at = int(apart.argmin())
+        return Fit(every[at], float(apart[at]))
 
 
 def _without(rows: Tensor, at: int) -> Tensor:

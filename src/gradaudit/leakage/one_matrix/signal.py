@@ -6,7 +6,7 @@ right sentence are as many as the space has directions, and span it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +29,30 @@ class Signal:
         basis: [d, r] orthonormal columns, float64.
         differences: only differences of a sentence's rows are in it. The scores of a query change by nothing where all
             keys are moved alike, so that a key matrix's slopes of a sentence add up to zero.
+        roles: of all the matrices, where there is more than one.
+        taken: [d, t] orthonormal directions of sentences that were taken out; None for none.
     """
 
     key: tuple[int, str]
     basis: Tensor
     differences: bool
+    roles: str = ""
+    taken: Tensor | None = None
+
+    @property
+    def keys(self) -> list[tuple[int, str]]:
+        """Block and role of every matrix that was read together."""
+        return [(self.key[0], role) for role in self.roles or self.key[1]]
 
     @property
     def rank(self) -> int:
         """Directions of the space."""
         return self.basis.shape[1]
 
-    def unfilled(self, rows: Tensor) -> Tensor:
-        """Return how many of the space's directions rows leave unfilled, [...]: 0 where they span it, r at most.
+    def apart(self, rows: Tensor) -> Tensor:
+        """Return by how many directions the space and that of some rows differ, [...]; 0 where one holds the other.
 
-        It is r minus the squared cosines of the angles between the two spaces.
+        It is the dimension of the smaller one, minus the squared cosines of the angles between the two.
 
         Args:
             rows: [..., m, d], of any length.
@@ -51,9 +60,30 @@ class Signal:
         unit = F.normalize(rows.double(), dim=-1)
         inside = unit @ self.basis
         gram = unit @ unit.mT + _RIDGE * torch.eye(unit.shape[-2], dtype=unit.dtype, device=unit.device)
-        filled = torch.cholesky_solve(inside, torch.linalg.cholesky(gram))
-        left: Tensor = self.rank - (inside * filled).sum((-2, -1))
+        shared = torch.cholesky_solve(inside, torch.linalg.cholesky(gram))
+        left: Tensor = min(self.rank, unit.shape[-2]) - (inside * shared).sum((-2, -1))
         return left
+
+    def seen(self, rows: Tensor) -> Tensor:
+        """Return what is left of rows [..., n, d] where differences count and sentences were taken out, [..., n', d]."""
+        if self.differences:
+            rows = rows[..., 1:, :] - rows[..., :1, :]
+        return self.beside(rows)
+
+    def beside(self, rows: Tensor) -> Tensor:
+        """Return the part of rows [..., d] that is orthogonal to sentences that were taken out."""
+        if self.taken is None:
+            return rows
+        taken = self.taken.to(rows.dtype)
+        return rows - (rows @ taken) @ taken.mT
+
+    def without(self, rows: Tensor) -> Signal:
+        """Return the space beside the rows [m, d] of a sentence that lies in it."""
+        own = torch.linalg.qr(rows.double().mT)[0]
+        taken = own if self.taken is None else torch.cat([self.taken, own], 1)
+        left = self.basis - own @ (own.mT @ self.basis)
+        basis = torch.linalg.svd(left, full_matrices=False)[0][:, : max(self.rank - own.shape[1], 0)]
+        return replace(self, basis=basis.contiguous(), taken=taken)
 
 
 def shares(signal: Signal, rows: Tensor, chosen: Tensor) -> Tensor:
@@ -127,5 +157,5 @@ def signal_of(seen: Observation) -> Signal | None:
             found = span(seen, layer, roles)
             if found is not None and 1 < found.rank < found.basis.shape[0]:
                 differences = found.roles == ("k",) and model.absolute_positions
-                return Signal((layer, roles[0]), found.basis, differences)
+                return Signal((layer, found.roles[0]), found.basis, differences, "".join(found.roles))
     return None

@@ -53,7 +53,7 @@ def rows_among(model: TextModel, signal: Signal, around: Tensor, places: Tensor,
         ids = torch.cat([around.expand(len(part), n), part], 1)
         inputs = model.matrix_inputs([signal.key], ids, positions.expand_as(ids), allowed.expand(len(ids), -1, -1))[0]
         rows = inputs[:, n:] - inputs[:, :1] if signal.differences else inputs[:, n:]
-        found.append(rows.view(len(part), count, each, -1).transpose(1, 2).flatten(0, 1))
+        found.append(signal.beside(rows).view(len(part), count, each, -1).transpose(1, 2).flatten(0, 1))
     return torch.cat(found)[:tried].transpose(0, 1)
 
 
@@ -65,8 +65,7 @@ def rows_of(model: TextModel, signal: Signal, sentences: Tensor) -> Tensor:
         sentences: [N, n] token ids.
     """
     parts = sentences.split(max(1, _TOKENS // sentences.shape[1]))
-    rows = torch.cat([model.matrix_inputs([signal.key], part)[0] for part in parts])
-    return rows[:, 1:] - rows[:, :1] if signal.differences else rows
+    return signal.seen(torch.cat([model.matrix_inputs([signal.key], part)[0] for part in parts]))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""A batch read from the space of one matrix's inputs: sentence by sentence, each taken out of the space when found."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.decoding.explain import named
+from gradaudit.leakage.one_matrix.search import Fit, Search
+from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares, signal_of
+from gradaudit.leakage.one_matrix.word_rows import WordRows, framing_places, rows_of, usual_rows, word_rows
+from gradaudit.leakage.rowspace.deflation import matrices_of
+from gradaudit.models.base import TextModel
+from gradaudit.types import Observation, Reconstruction
+
+_ROUNDS = 4
+"""Times that every length is tried: a sentence that was not found is, when others are out of the space."""
+_STARTS, _ALONE = 2, 6
+"""Guesses that are mended for one length, and where the space is one sentence's."""
+_ENDS = 0.15
+"""A sentence may end where the end token's row lies in the space to the best place's share less this."""
+_WORDS, _LONGEST = 20_000, 64
+"""Rows looked at for the words of a batch, and the longest sentence looked for: bounds time."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What was read.
+
+    Args:
+        found: sentences that lie in the space, in the order in which they were found.
+        best: the best guess for what is left; None where nothing is, or nothing was tried.
+        left: directions of the space that the found ones leave.
+    """
+
+    found: tuple[Fit, ...]
+    best: Fit | None
+    left: int
+
+
+class BatchSearch:
+    """The search for the sentences of a batch.
+
+    Args:
+        model: an encoder, dropout off.
+        signal: the space.
+        size: sentences in the batch; None where that is not known.
+        lengths: tokens of each; None where they are not known.
+        longest: tokens that a sentence may have.
+        rng: for the words around, where none are known yet.
+    """
+
+    def __init__(
+        self,
+        model: TextModel,
+        signal: Signal,
+        size: int | None,
+        lengths: Sequence[int] | None,
+        longest: int,
+        rng: torch.Generator,
+    ) -> None:
+        self.model, self.size, self.lengths, self.rng = model, size, lengths, rng
+        self.longest = min(longest, _LONGEST, model.max_length)
+        self.signal = signal
+        self.words = self.every = word_rows(model, signal, rng)
+
+    def run(self) -> Read:
+        """Return what was read."""
+        found: list[Fit] = []
+        best: Fit | None = None
+        for turn in range(_ROUNDS):
+            for length, one in self._lengths([len(f.tokens) for f in found]):
+                if self.signal.rank < length - self.signal.differences:
+                    continue
+                search = Search(self.model, self.signal, self.words, length, self._bag(length, one), self.rng)
+                fit = search.run(_ALONE if one else _STARTS)
+                if fit.whole:
+                    self._take(fit)
+                    found.append(fit)
+                    best = None
+                elif best is None or fit.apart < best.apart:
+                    best = fit
+                if self._done(found):
+                    return Read(tuple(found), None, self.signal.rank)
+            if self.size == 1 and turn == 0:
+                break
+        return Read(tuple(found), best, self.signal.rank)
+
+    def _done(self, found: Sequence[Fit]) -> bool:
+        return self.signal.rank < 2 or (self.size is not None and len(found) >= self.size)
+
+    def _lengths(self, found: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Yield lengths to look for, short ones first, and whether the sentence is the last."""
+        if self.size is not None and self.size - len(found) == 1:
+            yield self.signal.rank + self.signal.differences, True
+        elif self.lengths is not None:
+            left = list(self.lengths)
+            for length in found:
+                left.remove(length)
+            yield from ((length, False) for length in sorted(set(left)))
+        else:
+            yield from ((length, False) for length in self._ends())
+
+    def _ends(self) -> list[int]:
+        """Return lengths at which the end token's row lies in the space."""
+        framing = len(self.model.special.prefix) + len(self.model.special.suffix)
+        lengths = range(framing + 1, min(self.longest, self.signal.rank + self.signal.differences) + 1)
+        told = []
+        for length in lengths:
+            _, rows = usual_rows(self.model, self.signal, self.words, length, self.rng)
+            told.append(float(shares(self.signal, rows[-1:], rows[:1])[0]))
+        return [length for length, share in zip(lengths, told, strict=True) if share > max(told) - _ENDS]
+
+    def _bag(self, length: int, one: bool) -> Tensor:
+        """Return words of the batch, whatever their place: those that fill the space one after the other."""
+        if one:
+            return torch.zeros(0, dtype=torch.long, device=self.model.device)
+        longest = min(self.longest, max(length, self.signal.rank // 2))
+        shifts, framing = usual_rows(self.model, self.signal, self.words, longest, self.rng)
+        places = [p for p in range(longest) if p not in framing_places(self.model, longest)]
+        told = self.words.shares(self.signal, shifts[places], framing, [None] * len(places))
+        told[:, sorted(self.model.special.ids)] = -1.0
+        words = told.topk(max(50, _WORDS // longest), 1).indices
+        rows = (self.words.rows[words] + shifts[places][:, None]).flatten(0, 1)
+        remaining, chosen = Remaining(self.signal, rows, framing), []
+        for _ in range(self.signal.rank):
+            chosen.append(int(remaining.share.argmax()))
+            remaining.choose(rows[chosen[-1]])
+        return words.flatten()[chosen].unique()
+
+    def _take(self, fit: Fit) -> None:
+        self.signal = self.signal.without(rows_of(self.model, self.signal, fit.tokens[None])[0])
+        rows = self.signal.beside(self.every.rows)
+        self.words = WordRows(rows, rows.square().sum(-1))
+
+
+def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstruction | None:
+    """Return the sentences of one gradient, from whatever matrix of a block it holds; None where nothing tells.
+
+    Args:
+        seen: a gradient, dropout off.
+        longest: tokens that a sentence may have.
+        rng: for the words around, where none are known yet.
+    """
+    signal = signal_of(seen)
+    if signal is None or seen.model.causal:
+        return None
+    known = seen.knowledge
+    read = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng).run()
+    sentences = [tuple(fit.tokens.tolist()) for fit in read.found]
+    layer, role = signal.key
+    notes = [f"read from block {layer}'s {role} alone: a sentence's rows lie in the space of its gradient"]
+    details = {"rank": signal.rank, "left": read.left}
+    told = named(seen, sentences, notes, details, matrices_of(seen, signal.keys))
+    if read.best is None:
+        return told
+    guess = tuple(read.best.tokens.tolist())
+    return replace(
+        told,
+        sequences=(*told.sequences, guess),
+        labels=None,
+        certificates=(*(told.certificates or ()), "guess"),
+        notes=(*told.notes, f"what is left has rank {read.left}, and the last sentence is the nearest to it"),
+    )
