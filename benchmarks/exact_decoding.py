@@ -1,10 +1,11 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
-    OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen
+    OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
+        matrices matrices-b4
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
-unseen (another draw). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures
+unseen (another draw), matrices and matrices-b4 (any one matrix, a draw of its own). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures
 count 0.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from grid import OFF, PRACTICAL, Cell, Done, Program, each, main
 
 from gradaudit.metrics.summary import summarize
+from gradaudit.models.views import ROLES
 
 GRAB = {1: "78.2", 2: "69.0", 4: "62.8", 8: "54.8", 16: "54.9", 32: "46.4"}
 DAGER = {("cola", 4): "94.0", ("cola", 8): "67.8", ("sst2", 4): "95.6", ("sst2", 8): "74.1", ("rt", 4): "66.8",
@@ -96,6 +98,16 @@ def unseen() -> list[Cell]:
     return [*cells, Cell("sst2", 4, 2, seed=202, defense=({"name": "quantize", "bits": 8},))]
 
 
+def matrices() -> list[Cell]:
+    """Any one matrix, dropout off, one sentence: every block and role, a draw that nothing was developed on."""
+    return [Cell("cola", 1, 16, OFF, tensors=f"{block}:{role}", seed=16161) for block in range(6) for role in ROLES]
+
+
+def matrices_b4() -> list[Cell]:
+    """Any one matrix of the first three blocks, dropout off, four sentences."""
+    return [Cell("cola", 4, 4, OFF, tensors=f"{block}:{role}", seed=16161) for block in range(3) for role in ROLES]
+
+
 GROUPS = {
     "practical": practical,
     "rates": rates,
@@ -104,6 +116,8 @@ GROUPS = {
     "compressed": compressed,
     "partial": partial,
     "unseen": unseen,
+    "matrices": matrices,
+    "matrices-b4": matrices_b4,
 }
 COLUMNS = (
     "model", "data", "B", "dropout", "tensors", "batches", "load b/d", "R-1", "R-L", "exact %", "proven",

@@ -134,7 +134,13 @@ class Decode(Attack):
             doubted = one and NOT_EXPLAINED in found.notes
             return self._ranked(seen, first, rng, found) if doubted and first else found
         if first is None:
-            return self._deeper(seen, rng)
+            deeper = read_any(seen, self.max_length, rng)
+            if deeper is None:
+                raise NotSupportedError(
+                    "attack 'decode' needs query, key or value gradients of block 0, or a matrix of any block of an "
+                    "encoder's clean gradient with dropout off; neither is in this update"
+                )
+            return deeper
         if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
             return self._ranked(seen, first, rng)
         rate = seen.knowledge.dropout
@@ -150,17 +156,6 @@ class Decode(Attack):
         if seen.model.causal:
             return self._grown(seen, first)
         return self._placed(seen, first)
-
-    def _deeper(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        """Read sentences without block 0's q, k and v, dropout off, from whatever matrix was shared."""
-        if seen.kind == "gradient" and seen.knowledge.dropout == 0.0 and not seen.knowledge.defenses:
-            found = read_any(seen, self.max_length, rng)
-            if found is not None:
-                return found
-        raise NotSupportedError(
-            "attack 'decode' needs query, key or value gradients of block 0, or of an encoder's clean gradient with "
-            "dropout off one matrix of another place; neither is in this update"
-        )
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
         return 20 + tokens // 4

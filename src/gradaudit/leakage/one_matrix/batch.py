@@ -14,10 +14,9 @@ from gradaudit.leakage.rowspace.deflation import matrices_of
 from gradaudit.models.base import TextModel
 from gradaudit.types import Observation, Reconstruction
 
-_ROUNDS = 4
-"""Times that every length is tried: a sentence that was not found is, when others are out of the space."""
-_STARTS, _ALONE = 2, 6
-"""Guesses that are mended for one length, and where the space is one sentence's."""
+_ROUNDS, _ALONE = 4, 6
+"""Times that every length is tried where none gives a sentence, each time from one guess more; and guesses that are
+mended where the space is one sentence's."""
 _ENDS = 0.15
 """A sentence may end where the end token's row lies in the space to the best place's share less this."""
 _WORDS, _LONGEST = 20_000, 64
@@ -69,22 +68,23 @@ class BatchSearch:
         """Return what was read."""
         found: list[Fit] = []
         best: Fit | None = None
-        for turn in range(_ROUNDS):
+        turn = 0
+        while turn < _ROUNDS and not self._done(found):
+            turn += 1
             for length, one in self._lengths([len(f.tokens) for f in found]):
                 if self.signal.rank < length - self.signal.differences:
                     continue
                 search = Search(self.model, self.signal, self.words, length, self._bag(length, one), self.rng)
-                fit = search.run(_ALONE if one else _STARTS)
-                if fit.whole:
+                fit = search.run(_ALONE if one else turn)
+                if fit.whole:  # what is left is easier to read
                     self._take(fit)
                     found.append(fit)
-                    best = None
-                elif best is None or fit.apart < best.apart:
+                    best, turn = None, 0
+                    break
+                if best is None or fit.apart < best.apart:
                     best = fit
-                if self._done(found):
-                    return Read(tuple(found), None, self.signal.rank)
-            if self.size == 1 and turn == 0:
-                break
+                if one:
+                    turn = _ROUNDS
         return Read(tuple(found), best, self.signal.rank)
 
     def _done(self, found: Sequence[Fit]) -> bool:
@@ -127,7 +127,8 @@ class BatchSearch:
         for _ in range(self.signal.rank):
             chosen.append(int(remaining.share.argmax()))
             remaining.choose(rows[chosen[-1]])
-        return words.flatten()[chosen].unique()
+        found: Tensor = torch.unique(words.flatten()[chosen])
+        return found
 
     def _take(self, fit: Fit) -> None:
         self.signal = self.signal.without(rows_of(self.model, self.signal, fit.tokens[None])[0])
@@ -136,17 +137,21 @@ class BatchSearch:
 
 
 def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstruction | None:
-    """Return the sentences of one gradient, from whatever matrix of a block it holds; None where nothing tells.
+    """Return the sentences of an encoder's clean gradient, dropout off, from whatever matrix of a block it holds.
 
     Args:
-        seen: a gradient, dropout off.
+        seen: an update.
         longest: tokens that a sentence may have.
         rng: for the words around, where none are known yet.
+
+    Returns:
+        None where nothing tells: another kind of update or model, or no matrix that holds rows of several tokens.
     """
-    signal = signal_of(seen)
-    if signal is None or seen.model.causal:
-        return None
     known = seen.knowledge
+    clean = seen.kind == "gradient" and known.dropout == 0.0 and not known.defenses
+    signal = signal_of(seen) if clean and not seen.model.causal else None
+    if signal is None:
+        return None
     read = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng).run()
     sentences = [tuple(fit.tokens.tolist()) for fit in read.found]
     layer, role = signal.key

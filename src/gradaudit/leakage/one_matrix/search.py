@@ -14,12 +14,12 @@ from torch import Tensor
 
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import (
+    WordRows,
     framed,
     framing_places,
     framing_rows,
     rows_among,
     rows_of,
-    WordRows,
     usual_rows,
 )
 from gradaudit.models.base import TextModel
@@ -163,13 +163,15 @@ class Search:
         at = list(range(len(self.places)) if among is None else among)
         places = torch.tensor([self.places[p] for p in at], device=own.device)
         likely = self._shares_of_all(shifts[at], own, (places - self.first).tolist()).topk(many, 1).indices
-        bag = torch.cat([now.tokens[self.places], self.bag]).unique()
+        bag = torch.unique(torch.cat([now.tokens[self.places], self.bag]))
         words = torch.cat([bag.expand(len(at), -1), likely], 1)
         return words, rows_among(self.model, self.signal, now.tokens, places, words)
 
     def _widened(self, now: Fit, own: Tensor, shifts: Tensor) -> Fit:
         """Try many words at the places whose words fit worst."""
-        fits = torch.stack([shares(self.signal, own[p - self.first], _without(own, p - self.first)) for p in self.places])
+        fits = torch.stack(
+            [shares(self.signal, own[p - self.first], _without(own, p - self.first)) for p in self.places]
+        )
         found = [now.tokens]
         for at in fits.argsort()[:_WORST].tolist():
             words, rows = self._tried(now, own, shifts, _WIDE, [at])
@@ -224,9 +226,8 @@ class Search:
 
     def _best(self, sentences: Sequence[Tensor]) -> Fit:
         every = torch.stack(list(sentences))
-        apart = torch.cat(
-            [self.signal.apart(rows_of(self.model, self.signal, part)) for part in every.split(128)]
-        )
+        parts = torch.split(every, 128)
+        apart = torch.cat([self.signal.apart(rows_of(self.model, self.signal, part)) for part in parts])
         at = int(apart.argmin())
         return Fit(every[at], float(apart[at]))
 

@@ -65,7 +65,7 @@ class Signal:
         return left
 
     def seen(self, rows: Tensor) -> Tensor:
-        """Return what is left of rows [..., n, d] where differences count and sentences were taken out, [..., n', d]."""
+        """Return what counts of sentences' rows [..., n, d]: differences, and what was not taken out."""
         if self.differences:
             rows = rows[..., 1:, :] - rows[..., :1, :]
         return self.beside(rows)
@@ -100,7 +100,8 @@ def shares(signal: Signal, rows: Tensor, chosen: Tensor) -> Tensor:
     basis = signal.basis.to(rows.dtype)
     along = rows @ directions
     inside = rows @ basis - along @ (directions.mT @ basis)
-    return inside.square().sum(-1) / _new(rows.square().sum(-1), along)
+    share: Tensor = inside.square().sum(-1) / _new(rows.square().sum(-1), along.square().sum(-1))
+    return share
 
 
 class Remaining:
@@ -133,12 +134,13 @@ class Remaining:
     @property
     def share(self) -> Tensor:
         """[...] of each candidate, the share of its new part that lies in the space, 0 to 1."""
-        return self._inside.square().sum(-1) / _new(self._whole, self._along[..., None].sqrt())
+        share: Tensor = self._inside.square().sum(-1) / _new(self._whole, self._along)
+        return share
 
 
 def _new(whole: Tensor, along: Tensor) -> Tensor:
-    """Return the square norm of what rows of square norm `whole` have beside what lies along chosen ones."""
-    return torch.maximum(whole - along.square().sum(-1), 1e-9 * whole)
+    """Return the square norm of rows beside chosen ones, of the whole one and of that along them."""
+    return torch.maximum(whole - along, 1e-9 * whole)
 
 
 def signal_of(seen: Observation) -> Signal | None:

@@ -49,7 +49,7 @@ def rows_among(model: TextModel, signal: Signal, around: Tensor, places: Tensor,
     allowed[n:, :n] = (slots < at[:, None]) if model.causal else (slots != at[:, None])
     allowed[n:, n:] = torch.eye(size - n, dtype=torch.bool, device=around.device)
     found = []
-    for part in many.split(max(1, _TOKENS // size)):
+    for part in torch.split(many, max(1, _TOKENS // size)):
         ids = torch.cat([around.expand(len(part), n), part], 1)
         inputs = model.matrix_inputs([signal.key], ids, positions.expand_as(ids), allowed.expand(len(ids), -1, -1))[0]
         rows = inputs[:, n:] - inputs[:, :1] if signal.differences else inputs[:, n:]
@@ -64,7 +64,7 @@ def rows_of(model: TextModel, signal: Signal, sentences: Tensor) -> Tensor:
     Args:
         sentences: [N, n] token ids.
     """
-    parts = sentences.split(max(1, _TOKENS // sentences.shape[1]))
+    parts = torch.split(sentences, max(1, _TOKENS // sentences.shape[1]))
     return signal.seen(torch.cat([model.matrix_inputs([signal.key], part)[0] for part in parts]))
 
 
@@ -92,9 +92,8 @@ class WordRows:
             without: by place, which of them is not counted.
         """
         basis = signal.basis.to(self.rows.dtype)
-        along_own, inside, with_shifts = (self.rows @ torch.cat([own.mT, basis, shifts.mT], 1)).split(
-            [len(own), basis.shape[1], len(shifts)], 1
-        )
+        products = self.rows @ torch.cat([own.mT, basis, shifts.mT], 1)
+        along_own, inside, with_shifts = torch.split(products, [len(own), basis.shape[1], len(shifts)], 1)
         found = []
         for at, (shift, left_out) in enumerate(zip(shifts, without, strict=True)):
             kept = [row for row in range(len(own)) if row != left_out]
