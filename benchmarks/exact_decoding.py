@@ -5,8 +5,8 @@
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
-unseen (another draw), matrices and matrices-b4 (any one matrix, a draw of its own). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures
-count 0.
+unseen (another draw), matrices and matrices-b4 (any one matrix, a draw of its own). Records go to out/benchmarks (a run
+that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations

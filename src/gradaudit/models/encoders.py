@@ -132,8 +132,15 @@ class MPNet(Roberta):
     def run_block(
         self, layer: int, hidden: Tensor, mask: Tensor, positions: Tensor, past: Cache | None = None
     ) -> Tensor:
-        bias = self.core.encoder.compute_position_bias(hidden)
-        return hidden_of(self.blocks[layer](hidden, mask, bias))
+        alike = bool((positions == positions[:1]).all())
+        return hidden_of(self.blocks[layer](hidden, mask, self._bias(positions[:1] if alike else positions)))
+
+    def _bias(self, positions: Tensor) -> Tensor:
+        """Return what is added to the scores by how far apart positions [B, T] are, [B, heads, T, T]."""
+        encoder = self.core.encoder
+        buckets = encoder.relative_position_bucket(positions[:, None, :] - positions[:, :, None])
+        values: Tensor = encoder.relative_attention_bias(buckets)
+        return values.permute(0, 3, 1, 2).contiguous()
 
     def attention_bias(self, length: int) -> Tensor | None:
         table: Tensor = self.core.encoder.relative_attention_bias.weight
@@ -146,10 +153,7 @@ class MPNet(Roberta):
         encoder = self.core.encoder
 
         def bias(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-            steps = torch.arange(hidden.shape[1], device=hidden.device)
-            buckets = encoder.relative_position_bucket(steps[None, :] - steps[:, None])
-            values: Tensor = encoder.relative_attention_bias(buckets.expand(len(hidden), -1, -1))
-            return values.permute(0, 3, 1, 2).contiguous()
+            return self._bias(torch.arange(hidden.shape[1], device=hidden.device).expand(len(hidden), -1))
 
         encoder.compute_position_bias = bias
         try:

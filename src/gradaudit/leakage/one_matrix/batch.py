@@ -92,14 +92,17 @@ class BatchSearch:
 
     def _lengths(self, found: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """Yield lengths to look for, short ones first, and whether the sentence is the last."""
+        whole = self.signal.rank + self.signal.differences
         if self.size is not None and self.size - len(found) == 1:
-            yield self.signal.rank + self.signal.differences, True
+            yield whole, True
         elif self.lengths is not None:
             left = list(self.lengths)
             for length in found:
                 left.remove(length)
             yield from ((length, False) for length in sorted(set(left)))
         else:
+            if self.size is None and whole <= self.longest:
+                yield whole, False  # there may be one sentence, or one left
             yield from ((length, False) for length in self._ends())
 
     def _ends(self) -> list[int]:
@@ -148,7 +151,7 @@ def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstru
         None where nothing tells: another kind of update or model, or no matrix that holds rows of several tokens.
     """
     known = seen.knowledge
-    clean = seen.kind == "gradient" and known.dropout == 0.0 and not known.defenses
+    clean = seen.kind == "gradient" and not known.dropout and not known.defenses
     signal = signal_of(seen) if clean and not seen.model.causal else None
     if signal is None:
         return None

@@ -1,0 +1,226 @@
+"""Sentences from one matrix of any block: the space of its inputs, rows of tried words, and what comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_models
+from gradaudit.attacks.decode import Decode
+from gradaudit.client.client import Client
+from gradaudit.data.spec import DataSpec
+from gradaudit.data.text import SAMPLE, load_rows, make_batch
+from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.one_matrix.search import FILLED, Search
+from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares, signal_of
+from gradaudit.leakage.one_matrix.word_rows import WordRows, rows_among, rows_of, word_rows
+from gradaudit.models.spec import ModelSpec
+from gradaudit.models.zoo import load_model
+from gradaudit.streams import stream
+from gradaudit.types import Batch, Given, Observation, Reconstruction
+
+ENCODERS = ("bert", "roberta", "mpnet", "distilbert", "electra")
+
+
+def space(rank: int, width: int = 20, seed: int = 0, differences: bool = False) -> Signal:
+    drawn = torch.randn(width, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+    return Signal((1, "q"), torch.linalg.qr(drawn)[0], differences)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+
+
+# the space
+
+
+def test_rows_that_span_the_space_are_not_apart_from_it_and_others_are():
+    signal = space(4)
+    inside = drawn(4, 4) @ signal.basis.T
+    assert float(signal.apart(inside)) == pytest.approx(0, abs=1e-6)
+    assert float(signal.apart(inside[:2])) == pytest.approx(0, abs=1e-6)  # a part of a batch
+    off = drawn(4, 20) - drawn(4, 20) @ signal.basis @ signal.basis.T
+    assert float(signal.apart(off)) == pytest.approx(4, abs=1e-6)
+
+
+def test_being_apart_is_the_sum_of_the_squared_sines_of_the_angles_between_the_spaces():
+    signal, rows = space(4), drawn(4, 20)
+    cosines = torch.linalg.svdvals(torch.linalg.qr(rows.T)[0].T @ signal.basis)
+    assert float(signal.apart(rows)) == pytest.approx(float((1 - cosines.square()).sum()), rel=1e-5)
+
+
+def test_a_word_said_everywhere_fills_one_direction():
+    signal = space(4)
+    row = drawn(1, 4) @ signal.basis.T
+    assert float(signal.apart(row.expand(4, -1))) == pytest.approx(3, abs=1e-3)
+
+
+def test_a_share_is_that_of_the_part_beside_the_chosen_rows():
+    signal, chosen, rows = space(4), drawn(3, 20, seed=2), drawn(7, 20, seed=3)
+    away = torch.eye(20, dtype=torch.double) - chosen.T @ torch.linalg.pinv(chosen.T)
+    new = rows @ away
+    wanted = (new @ signal.basis).square().sum(1) / new.square().sum(1)
+    assert torch.allclose(shares(signal, rows, chosen), wanted)
+    assert torch.allclose(Remaining(signal, rows, chosen).share, wanted)
+
+
+def test_shares_follow_each_row_that_is_chosen():
+    signal, chosen, rows = space(4), drawn(5, 20, seed=2), drawn(7, 20, seed=3)
+    remaining = Remaining(signal, rows, chosen[:2])
+    for row in chosen[2:]:
+        remaining.choose(row)
+    assert torch.allclose(remaining.share, shares(signal, rows, chosen))
+
+
+def test_shares_of_all_words_are_those_of_their_moved_rows():
+    signal, own, rows, shifts = space(4), drawn(5, 20, seed=2), drawn(30, 20, seed=3), drawn(3, 20, seed=4)
+    words = WordRows(rows, rows.square().sum(1))
+    found = words.shares(signal, shifts, own, [None, 0, 4])
+    assert torch.allclose(found[0], shares(signal, rows + shifts[0], own))
+    assert torch.allclose(found[1], shares(signal, rows + shifts[1], own[1:]))
+    assert torch.allclose(found[2], shares(signal, rows + shifts[2], own[:4]))
+
+
+def test_a_sentence_that_is_taken_out_leaves_the_others():
+    signal = space(5)
+    mine, other = drawn(2, 5) @ signal.basis.T, drawn(3, 5, seed=9) @ signal.basis.T
+    left = signal.without(mine)
+    assert left.rank == 3
+    assert float(left.apart(left.seen(other))) == pytest.approx(0, abs=1e-6)
+    assert float(left.seen(mine).norm()) < 1e-9
+    assert left.without(left.seen(other)).rank == 0
+
+
+# rows of tried words
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize(
+    ("key", "differences"), [((1, "q"), False), ((0, "f"), False), ((1, "p"), False), ((1, "k"), True)]
+)
+def test_the_words_of_a_sentence_tried_in_it_give_its_own_rows(load, family: str, key, differences: bool):
+    model = load(family)
+    ids = torch.tensor([model.tokens("the cat sat on a mat")[:7]])
+    signal = Signal(key, torch.eye(4), differences)
+    places = torch.arange(1, ids.shape[1])
+    tried = torch.stack([ids[0, 1:], ids[0, 1:].flip(0)], 1)
+    rows = rows_among(model, signal, ids[0], places, tried)
+    own = rows_of(model, signal, ids)[0]
+    assert torch.allclose(rows[:, 0], own if differences else own[1:], atol=1e-5)
+    # elsewhere in the sentence a word has another row
+    assert float((rows[:, 1] - rows[:, 0]).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_in_block_0_a_word_that_is_tried_gives_the_row_it_would_have_there(load, family: str):
+    model = load(family)
+    ids = torch.tensor(model.tokens("the cat sat on a mat")[:7])
+    signal = Signal((0, "f"), torch.eye(4), differences=False)
+    word = int(ids[4])
+    rows = rows_among(model, signal, ids, torch.tensor([2]), torch.tensor([[word]]))
+    there = ids.clone()
+    there[2] = word
+    assert torch.allclose(rows[0, 0], rows_of(model, signal, there[None])[0, 2], atol=1e-5)
+
+
+# what is read
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    return load_model(ModelSpec("minilm"))
+
+
+def batch_of(model, first: int, size: int) -> Batch:
+    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
+    assert rows.labels is not None
+    return make_batch(model, rows.texts[first : first + size], rows.labels[first : first + size])
+
+
+def seen_of(model, batch: Batch, selection: str, given: Given | None = None, **how) -> Observation:
+    client = Client(model, **({"dropout": False, "freeze": ()} | how))
+    return tiny_models.seen_of(client, batch, selection, given or Given(), 3)
+
+
+def read(seen: Observation) -> Reconstruction:
+    return Decode()(seen, stream(0, "attack"))
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("selection", ["1:q", "2:k", "0:f", "3:f", "1:p", "1:k,v"])
+def test_one_matrix_gives_the_sentence_and_proves_it(minilm, selection: str):
+    batch = batch_of(minilm, 4, 1)
+    found = read(seen_of(minilm, batch, selection))
+    assert found.sequences == tuple(map(tuple, batch.sequences()))
+    assert found.certificates == ("proven",)
+    assert batch.labels is not None
+    assert found.labels == tuple(batch.labels.tolist())
+    assert f"block {selection[0]}'s" in found.notes[0]
+
+
+@pytest.mark.minilm
+def test_nothing_beside_the_gradient_need_be_given(minilm):
+    nothing = Given(batch_size=False, training=False, dropout=False, defenses=False)
+    batch = batch_of(minilm, 20, 1)
+    found = read(seen_of(minilm, batch, "1:q", nothing))
+    assert tuple(batch.sequences()[0]) in found.sequences
+
+
+@pytest.mark.minilm
+def test_a_pair_is_read_sentence_by_sentence(minilm):
+    batch = batch_of(minilm, 8, 2)
+    found = read(seen_of(minilm, batch, "1:f", Given(lengths=True)))
+    assert set(found.sequences) == set(map(tuple, batch.sequences()))
+    assert found.certificates == ("proven", "proven")
+
+
+@pytest.mark.minilm
+def test_another_sentence_is_far_from_the_space_and_a_wrong_word_is_seen(minilm):
+    batch, other = batch_of(minilm, 4, 1), batch_of(minilm, 30, 1)
+    signal = signal_of(seen_of(minilm, batch, "2:f"))
+    assert signal is not None
+    assert float(signal.apart(rows_of(minilm, signal, batch.ids))[0]) < FILLED / 100
+    for place in range(1, batch.ids.shape[1] - 1):
+        wrong = batch.ids.clone()
+        wrong[0, place] = 1998 if int(wrong[0, place]) != 1998 else 2030
+        assert float(signal.apart(rows_of(minilm, signal, wrong))[0]) > 10 * FILLED
+    assert float(signal.apart(rows_of(minilm, signal, other.ids))[0]) > 1
+
+
+@pytest.mark.minilm
+def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
+    batch = batch_of(minilm, 4, 1)
+    signal = signal_of(seen_of(minilm, batch, "2:f"))
+    assert signal is not None
+    rng = stream(0, "attack")
+    none = torch.zeros(0, dtype=torch.long)
+    search = Search(minilm, signal, word_rows(minilm, signal, rng), batch.ids.shape[1], none, rng)
+    mixed = batch.ids[0].clone()
+    mixed[1:-1] = mixed[1:-1].flip(0)
+    shifts = rows_among(minilm, signal, mixed, torch.tensor(search.places), mixed[search.places][:, None])[:, 0]
+    first = search._best([mixed])
+    assert not first.whole
+    found = search._mended(first, shifts - search.words.rows[mixed[search.places]])
+    assert found.tokens.tolist() == batch.ids[0].tolist()
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize(("selection", "how"), [("5:f", {}), ("2:f", {"dropout": True})])
+def test_where_nothing_can_be_read_it_says_what_is_needed(minilm, selection: str, how):
+    with pytest.raises(NotSupportedError, match="a matrix of any block of an encoder's clean gradient"):
+        read(seen_of(minilm, batch_of(minilm, 4, 1), selection, **how))
+
+
+def test_matrices_that_read_the_same_are_read_together_and_the_first_block_comes_first(load):
+    model = load("bert")
+    batch = tiny_models.batch_of(model, ["the cat sat", "a dog ran off"], [0, 1])
+    signal = signal_of(seen_of(model, batch, "1:k,v 0:f,p"))
+    assert signal is not None
+    assert (signal.key, signal.keys, signal.differences) == ((1, "k"), [(1, "k"), (1, "v")], False)
+    signal = signal_of(seen_of(model, batch, "1:k 0:p"))
+    assert signal is not None
+    assert (signal.key, signal.differences) == ((1, "k"), True)
+    assert signal_of(seen_of(model, batch, "0:o embeddings")) is None
