@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gradaudit.leakage.decoding.explain import named
 from gradaudit.leakage.one_matrix.search import Fit, Search
-from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares, signal_of
-from gradaudit.leakage.one_matrix.word_rows import WordRows, framing_places, rows_of, usual_rows, word_rows
+from gradaudit.leakage.one_matrix.signal import Remaining, Signal, signal_of
+from gradaudit.leakage.one_matrix.word_rows import UsualRows, framing_places, rows_of, usual_rows, word_rows
 from gradaudit.leakage.rowspace.deflation import matrices_of
 from gradaudit.models.base import TextModel
 from gradaudit.types import Observation, Reconstruction
@@ -17,10 +17,9 @@ from gradaudit.types import Observation, Reconstruction
 _ROUNDS, _ALONE = 4, 6
 """Times that every length is tried where none gives a sentence, each time from one guess more; and guesses that are
 mended where the space is one sentence's."""
-_ENDS = 0.15
-"""A sentence may end where the end token's row lies in the space to the best place's share less this."""
-_WORDS, _LONGEST = 20_000, 64
-"""Rows looked at for the words of a batch, and the longest sentence looked for: bounds time."""
+_WORDS, _SHORT, _LONGEST = 20_000, 24, 64
+"""Rows looked at for the words of a batch, in sentences of so many tokens or more, and the longest sentence looked for:
+bounds time."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +60,26 @@ class BatchSearch:
     ) -> None:
         self.model, self.size, self.lengths, self.rng = model, size, lengths, rng
         self.longest = min(longest, _LONGEST, model.max_length)
-        self.signal = signal
+        self.signal = self.whole = signal
         self.words = self.every = word_rows(model, signal, rng)
+        self.usual: dict[int, UsualRows] = {}
+        self.bag: Tensor | None = None
 
     def run(self) -> Read:
         """Return what was read."""
         found: list[Fit] = []
         best: Fit | None = None
+        shorter: Fit | None = None
         turn = 0
         while turn < _ROUNDS and not self._done(found):
             turn += 1
-            for length, one in self._lengths([len(f.tokens) for f in found]):
+            for length, one in self._lengths([len(fit.tokens) for fit in found], turn):
                 if self.signal.rank < length - self.signal.differences:
                     continue
-                search = Search(self.model, self.signal, self.words, length, self._bag(length, one), self.rng)
-                fit = search.run(_ALONE if one else turn)
+                bag = torch.zeros(0, dtype=torch.long, device=self.model.device) if one else self._bag()
+                search = Search(self.model, self.signal, self.words, length, bag, self.rng)
+                near = shorter if shorter is not None and len(shorter.tokens) == length - 1 else None
+                fit = shorter = search.run(self._usual(length), _ALONE if one else turn, near)
                 if fit.whole:  # what is left is easier to read
                     self._take(fit)
                     found.append(fit)
@@ -90,10 +94,14 @@ class BatchSearch:
     def _done(self, found: Sequence[Fit]) -> bool:
         return self.signal.rank < 2 or (self.size is not None and len(found) >= self.size)
 
-    def _lengths(self, found: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Yield lengths to look for, short ones first, and whether the sentence is the last."""
+    def _lengths(self, found: Sequence[int], turn: int) -> Iterator[tuple[int, bool]]:
+        """Yield lengths to look for, short ones first, and whether the sentence is the last.
+
+        Of several sentences that share a space the shortest is no longer than their mean.
+        """
         whole = self.signal.rank + self.signal.differences
-        if self.size is not None and self.size - len(found) == 1:
+        missing = 2 if self.size is None else self.size - len(found)
+        if missing == 1:
             yield whole, True
         elif self.lengths is not None:
             left = list(self.lengths)
@@ -103,40 +111,35 @@ class BatchSearch:
         else:
             if self.size is None and whole <= self.longest:
                 yield whole, False  # there may be one sentence, or one left
-            yield from ((length, False) for length in self._ends())
+            shortest = len(self.model.special.prefix) + len(self.model.special.suffix) + 1
+            longest = min(self.longest, self.signal.rank // missing * turn + self.signal.differences)
+            yield from ((length, False) for length in range(shortest, longest + 1))
 
-    def _ends(self) -> list[int]:
-        """Return lengths at which the end token's row lies in the space."""
-        framing = len(self.model.special.prefix) + len(self.model.special.suffix)
-        lengths = range(framing + 1, min(self.longest, self.signal.rank + self.signal.differences) + 1)
-        told = []
-        for length in lengths:
-            _, rows = usual_rows(self.model, self.signal, self.words, length, self.rng)
-            told.append(float(shares(self.signal, rows[-1:], rows[:1])[0]))
-        return [length for length, share in zip(lengths, told, strict=True) if share > max(told) - _ENDS]
+    def _usual(self, length: int) -> UsualRows:
+        if length not in self.usual:
+            self.usual[length] = usual_rows(self.model, self.whole, self.every, length, self.rng)
+        return self.usual[length].beside(self.signal)
 
-    def _bag(self, length: int, one: bool) -> Tensor:
+    def _bag(self) -> Tensor:
         """Return words of the batch, whatever their place: those that fill the space one after the other."""
-        if one:
-            return torch.zeros(0, dtype=torch.long, device=self.model.device)
-        longest = min(self.longest, max(length, self.signal.rank // 2))
-        shifts, framing = usual_rows(self.model, self.signal, self.words, longest, self.rng)
-        places = [p for p in range(longest) if p not in framing_places(self.model, longest)]
-        told = self.words.shares(self.signal, shifts[places], framing, [None] * len(places))
-        told[:, sorted(self.model.special.ids)] = -1.0
-        words = told.topk(max(50, _WORDS // longest), 1).indices
-        rows = (self.words.rows[words] + shifts[places][:, None]).flatten(0, 1)
-        remaining, chosen = Remaining(self.signal, rows, framing), []
-        for _ in range(self.signal.rank):
-            chosen.append(int(remaining.share.argmax()))
-            remaining.choose(rows[chosen[-1]])
-        found: Tensor = torch.unique(words.flatten()[chosen])
-        return found
+        if self.bag is None:
+            longest = min(self.longest, max(_SHORT, self.signal.rank // 2))
+            usual = self._usual(longest)
+            places = [p for p in range(longest) if p not in framing_places(self.model, longest)]
+            told = self.words.shares(self.signal, usual.places[places], usual.framing, [None] * len(places))
+            told[:, sorted(self.model.special.ids)] = -1.0
+            words = told.topk(max(50, _WORDS // longest), 1).indices
+            rows = (self.words.rows[words] + usual.places[places][:, None]).flatten(0, 1)
+            remaining, chosen = Remaining(self.signal, rows, usual.framing), []
+            for _ in range(self.signal.rank):
+                chosen.append(int(remaining.share.argmax()))
+                remaining.choose(rows[chosen[-1]])
+            self.bag = torch.unique(words.flatten()[torch.tensor(chosen)])
+        return self.bag
 
     def _take(self, fit: Fit) -> None:
         self.signal = self.signal.without(rows_of(self.model, self.signal, fit.tokens[None])[0])
-        rows = self.signal.beside(self.every.rows)
-        self.words = WordRows(rows, rows.square().sum(-1))
+        self.words, self.bag = self.every.beside(self.signal), None
 
 
 def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstruction | None:

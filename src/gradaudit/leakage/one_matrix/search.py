@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import (
+    UsualRows,
     WordRows,
     framed,
     framing_places,
@@ -80,22 +81,32 @@ class Search:
         self.places = [p for p in range(length) if p not in framing_places(model, length)]
         self.barred = torch.tensor(sorted(model.special.ids), device=model.device)
 
-    def run(self, starts: int) -> Fit:
+    def run(self, usual: UsualRows, starts: int, shorter: Fit | None = None) -> Fit:
         """Return the best sentence found.
 
         Args:
-            starts: guesses that are mended until one fits: from other words around, and from the best with places
-                redrawn, in turn.
+            usual: what rows are like among usual words.
+            shorter: a guess one word shorter, which is tried with a word more before all others.
+            starts: guesses that are mended until one fits: from usual words around, others each time, and from the best
+                guess with places redrawn, in turn.
         """
         best: Fit | None = None
+        if shorter is not None and len(self.bag):
+            best = self._mended(self._best(self._longer(shorter)), usual.places[self.places])
+            if best.whole:
+                return best
         for start in range(starts):
-            shifts, framing = usual_rows(self.model, self.signal, self.words, self.length, self.rng)
-            shares = self._shares_of_all(shifts[self.places], framing, [None] * len(self.places))
+            if start % 2 == 0 and start:
+                usual = usual_rows(self.model, self.signal, self.words, self.length, self.rng)
+            added = usual.places[self.places]
+            likely = self._shares_of_all(added, usual.framing, [None] * len(self.places))
             if best is None or start % 2 == 0:
-                first = self._chosen(shares, shifts[self.places], framing)
+                words = likely.topk(max(_SHORTEST, min(_SHORT, _ROWS // len(self.places))), 1).indices
+                # word by word what fills most of what is left
+                first = self._pick(words, self.words.rows[words] + added[:, None], usual.framing)
             else:
-                first = self._redrawn(best, shares)
-            found = self._mended(first, shifts[self.places])
+                first = self._redrawn(best, likely)
+            found = self._mended(self._best([first]), added)
             if best is None or found.apart < best.apart:
                 best = found
             if best.whole:
@@ -104,12 +115,6 @@ class Search:
         return best
 
     # a first guess
-
-    def _chosen(self, shares: Tensor, shifts: Tensor, framing: Tensor) -> Fit:
-        """Choose word by word what fills most of what is left, from rows made among frequent words."""
-        words = shares.topk(max(_SHORTEST, min(_SHORT, _ROWS // len(self.places))), 1).indices
-        rows = self.words.rows[words] + shifts[:, None]
-        return self._best([self._pick(words, rows, framing)])
 
     def _pick(self, words: Tensor, rows: Tensor, framing: Tensor) -> Tensor:
         """Return [n] tokens, chosen one after the other, the surest first, of [P, K] words with rows [P, K, d]."""
@@ -124,14 +129,21 @@ class Search:
             remaining.choose(rows[at, word])
         return framed(self.model, picked.tolist())
 
-    def _redrawn(self, best: Fit, shares: Tensor) -> Fit:
+    def _longer(self, shorter: Fit) -> list[Tensor]:
+        """Return a guess with each word of the batch put at each place of it."""
+        before, behind = len(self.model.special.prefix), len(self.model.special.suffix)
+        tokens = shorter.tokens
+        places = range(before, len(tokens) - behind + 1)
+        return [torch.cat([tokens[:at], word[None], tokens[at:]]) for at in places for word in self.bag]
+
+    def _redrawn(self, best: Fit, shares: Tensor) -> Tensor:
         """Put likely words at some places of a guess, which lead elsewhere."""
         tokens = best.tokens.clone()
         likely = shares.topk(_TRIED, 1).indices
         many = max(2, round(_REDRAWN * len(self.places)))
         for at in torch.randperm(len(self.places), generator=self.rng)[:many].tolist():
             tokens[self.places[at]] = likely[at, int(torch.randint(_TRIED, (1,), generator=self.rng))]
-        return self._best([tokens])
+        return tokens
 
     # mending
 

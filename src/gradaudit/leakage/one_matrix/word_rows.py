@@ -80,6 +80,11 @@ class WordRows:
     rows: Tensor
     squares: Tensor
 
+    def beside(self, signal: Signal) -> WordRows:
+        """Return what is left of them beside sentences that were taken out."""
+        rows = signal.beside(self.rows)
+        return WordRows(rows, rows.square().sum(-1))
+
     def shares(self, signal: Signal, shifts: Tensor, own: Tensor, without: Sequence[int | None]) -> Tensor:
         """Return `signal.shares` of every word moved by what each of some places adds, [P, V].
 
@@ -116,11 +121,26 @@ def word_rows(model: TextModel, signal: Signal, rng: torch.Generator) -> WordRow
     return WordRows(rows, rows.square().sum(-1))
 
 
+@dataclass(frozen=True)
+class UsualRows:
+    """What rows are like in sentences of some length, among words that anybody uses.
+
+    Args:
+        places: [n, d] what each place adds to a word's row.
+        framing: [m, d] rows of the tokens that frame every sentence.
+    """
+
+    places: Tensor
+    framing: Tensor
+
+    def beside(self, signal: Signal) -> UsualRows:
+        """Return what is left of them beside sentences that were taken out."""
+        return UsualRows(signal.beside(self.places), signal.beside(self.framing))
+
+
 @torch.no_grad()
-def usual_rows(
-    model: TextModel, signal: Signal, words: WordRows, length: int, rng: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Return what each place adds to a word's row in sentences of some length, [n, d], and the framing tokens' rows.
+def usual_rows(model: TextModel, signal: Signal, words: WordRows, length: int, rng: torch.Generator) -> UsualRows:
+    """Return what rows are like in sentences of some length, averaged over sentences of random frequent words.
 
     Args:
         words: their rows at one place of one sentence.
@@ -128,14 +148,14 @@ def usual_rows(
     """
     probes = _drawn(model, _PROBES, rng)
     places = torch.arange(length, device=model.device)
-    shift, framing = torch.zeros(length, words.rows.shape[1], device=model.device), []
+    added, framing = torch.zeros(length, words.rows.shape[1], device=model.device), []
     at = framing_rows(model, signal, length)
     for _ in range(_CONTEXTS):
         around = _sentence(model, length, rng)
         tried = rows_among(model, signal, around, places, probes.expand(length, -1))
-        shift += (tried - words.rows[probes]).mean(1) / _CONTEXTS
+        added += (tried - words.rows[probes]).mean(1) / _CONTEXTS
         framing.append(rows_of(model, signal, around[None])[0, at])
-    return shift, torch.stack(framing).mean(0)
+    return UsualRows(added, torch.stack(framing).mean(0))
 
 
 def framing_rows(model: TextModel, signal: Signal, length: int) -> list[int]:
