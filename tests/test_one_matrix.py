@@ -14,7 +14,7 @@ from gradaudit.client.client import Client
 from gradaudit.data.spec import DataSpec
 from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.one_matrix.search import FILLED, Search
+from gradaudit.leakage.one_matrix.search import FILLED, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares, signal_of
 from gradaudit.leakage.one_matrix.word_rows import WordRows, rows_among, rows_of, word_rows
 from gradaudit.models.spec import ModelSpec
@@ -197,7 +197,7 @@ def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
     assert signal is not None
     rng = stream(0, "attack")
     none = torch.zeros(0, dtype=torch.long)
-    search = Search(minilm, signal, word_rows(minilm, signal, rng), batch.ids.shape[1], none, rng)
+    search = SentenceSearch(minilm, signal, word_rows(minilm, signal, rng), batch.ids.shape[1], none, rng)
     mixed = batch.ids[0].clone()
     mixed[1:-1] = mixed[1:-1].flip(0)
     shifts = rows_among(minilm, signal, mixed, torch.tensor(search.places), mixed[search.places][:, None])[:, 0]

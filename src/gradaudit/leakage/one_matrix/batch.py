@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.explain import named
-from gradaudit.leakage.one_matrix.search import Fit, Search
+from gradaudit.leakage.one_matrix.search import Fit, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, signal_of
 from gradaudit.leakage.one_matrix.word_rows import UsualRows, framing_places, rows_of, usual_rows, word_rows
 from gradaudit.leakage.rowspace.deflation import matrices_of
@@ -77,7 +77,7 @@ class BatchSearch:
                 if self.signal.rank < length - self.signal.differences:
                     continue
                 bag = torch.zeros(0, dtype=torch.long, device=self.model.device) if one else self._bag()
-                search = Search(self.model, self.signal, self.words, length, bag, self.rng)
+                search = SentenceSearch(self.model, self.signal, self.words, length, bag, self.rng)
                 near = shorter if shorter is not None and len(shorter.tokens) == length - 1 else None
                 fit = shorter = search.run(self._usual(length), _ALONE if one else turn, near)
                 if fit.whole:  # what is left is easier to read

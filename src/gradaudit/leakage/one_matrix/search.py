@@ -60,7 +60,7 @@ class Fit:
         return self.apart < FILLED
 
 
-class Search:
+class SentenceSearch:
     """The search for a sentence of known length.
 
     Args:
