@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import gradaudit.leakage.one_matrix.batch as batch_file
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
@@ -19,6 +21,7 @@ from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares, signa
 from gradaudit.leakage.one_matrix.word_rows import WordRows, rows_among, rows_of, word_rows
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
+from gradaudit.progress import StoppedError
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction
 
@@ -175,6 +178,56 @@ def test_a_pair_is_read_sentence_by_sentence(minilm):
     found = read(seen_of(minilm, batch, "1:f", Given(lengths=True)))
     assert set(found.sequences) == set(map(tuple, batch.sequences()))
     assert found.certificates == ("proven", "proven")
+
+
+@pytest.mark.minilm
+def test_the_same_sentence_twice_is_told_once_and_the_copy_is_said(minilm):
+    text = "Rufus owes Clara 900 euros."
+    batch = make_batch(minilm, [text, text], [0, 0])
+    found = read(seen_of(minilm, batch, "1:q", Given(lengths=True)))
+    assert found.sequences == (tuple(batch.sequences()[0]),)
+    assert found.certificates == ("likely",)
+    assert "the others of the batch are copies of these, or send nothing" in found.notes
+
+
+@pytest.mark.minilm
+def test_stopped_with_ctrl_c_it_gives_the_sentences_that_it_has(minilm, monkeypatch):
+    batch = batch_of(minilm, 8, 2)
+    run, calls = SentenceSearch.run, []
+
+    def stopped(self, *given):
+        calls.append(run(self, *given))
+        if len(batch_search.found) == 1:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    made = batch_file.BatchSearch.__init__
+
+    def remembered(self, *given):
+        nonlocal batch_search
+        made(self, *given)
+        batch_search = self
+
+    batch_search: Any = None
+    monkeypatch.setattr(batch_file.BatchSearch, "__init__", remembered)
+    monkeypatch.setattr(SentenceSearch, "run", stopped)
+    with pytest.raises(StoppedError) as stop:
+        read(seen_of(minilm, batch, "1:f", Given(lengths=True)))
+    assert len(stop.value.found.sequences) == 1
+    assert set(stop.value.found.sequences) < set(map(tuple, batch.sequences()))
+    assert stop.value.found.certificates == ("likely",)
+
+
+@pytest.mark.minilm
+def test_of_the_last_blocks_values_weak_directions_are_lost_and_a_known_length_helps(minilm):
+    texts = ["A long and winding sentence, which has many words in it, was written on the wall of the old house."]
+    batch = make_batch(minilm, texts, [1])
+    signal = signal_of(seen_of(minilm, batch, "5:v"))
+    assert signal is not None
+    assert signal.rank < batch.tokens
+    assert float(signal.apart(rows_of(minilm, signal, batch.ids))[0]) < FILLED
+    search = batch_file.BatchSearch(minilm, signal, 1, (batch.tokens,), 64, stream(0, "attack"))
+    assert list(search._lengths(1)) == [(batch.tokens, True)]
 
 
 @pytest.mark.minilm

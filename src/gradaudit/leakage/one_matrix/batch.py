@@ -1,7 +1,7 @@
 """A batch read from the space of one matrix's inputs: sentence by sentence, each taken out of the space when found."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from gradaudit.leakage.one_matrix.signal import Remaining, Signal, signal_of
 from gradaudit.leakage.one_matrix.word_rows import UsualRows, framing_places, rows_of, usual_rows, word_rows
 from gradaudit.leakage.rowspace.deflation import matrices_of
 from gradaudit.models.base import TextModel
+from gradaudit.progress import answering
 from gradaudit.types import Observation, Reconstruction
 
 _ROUNDS, _ALONE = 4, 6
@@ -20,21 +21,6 @@ mended where the space is one sentence's."""
 _WORDS, _SHORT, _LONGEST = 20_000, 24, 64
 """Rows looked at for the words of a batch, in sentences of so many tokens or more, and the longest sentence looked for:
 bounds time."""
-
-
-@dataclass(frozen=True)
-class Read:
-    """What was read.
-
-    Args:
-        found: sentences that lie in the space, in the order in which they were found.
-        best: the best guess for what is left; None where nothing is, or nothing was tried.
-        left: directions of the space that the found ones leave.
-    """
-
-    found: tuple[Fit, ...]
-    best: Fit | None
-    left: int
 
 
 class BatchSearch:
@@ -47,6 +33,10 @@ class BatchSearch:
         lengths: tokens of each; None where they are not known.
         longest: tokens that a sentence may have.
         rng: for the words around, where none are known yet.
+
+    Attributes:
+        found: sentences that lie in the space, in the order in which they were found.
+        best: the best guess for what they leave of it; None where they leave nothing, or nothing was tried.
     """
 
     def __init__(
@@ -64,50 +54,48 @@ class BatchSearch:
         self.words = self.every = word_rows(model, signal, rng)
         self.usual: dict[int, UsualRows] = {}
         self.bag: Tensor | None = None
+        self.found: list[Fit] = []
+        self.best: Fit | None = None
 
-    def run(self) -> Read:
-        """Return what was read."""
-        found: list[Fit] = []
-        best: Fit | None = None
+    def run(self) -> None:
+        """Read what can be read."""
         shorter: Fit | None = None
         turn = 0
-        while turn < _ROUNDS and not self._done(found):
+        while turn < _ROUNDS and not self._done():
             turn += 1
-            for length, one in self._lengths([len(fit.tokens) for fit in found], turn):
-                if self.signal.rank < length - self.signal.differences:
-                    continue
+            for length, one in self._lengths(turn):
+                if self.signal.rank < length - self.signal.differences and not one:
+                    continue  # of one sentence weak directions may lie below the rounding
                 bag = torch.zeros(0, dtype=torch.long, device=self.model.device) if one else self._bag()
                 search = SentenceSearch(self.model, self.signal, self.words, length, bag, self.rng)
                 near = shorter if shorter is not None and len(shorter.tokens) == length - 1 else None
                 fit = shorter = search.run(self._usual(length), _ALONE if one else turn, near)
                 if fit.whole:  # what is left is easier to read
                     self._take(fit)
-                    found.append(fit)
-                    best, turn = None, 0
+                    turn = 0
                     break
-                if best is None or fit.apart < best.apart:
-                    best = fit
+                if self.best is None or fit.apart < self.best.apart:
+                    self.best = fit
                 if one:
                     turn = _ROUNDS
-        return Read(tuple(found), best, self.signal.rank)
 
-    def _done(self, found: Sequence[Fit]) -> bool:
-        return self.signal.rank < 2 or (self.size is not None and len(found) >= self.size)
+    def _done(self) -> bool:
+        return self.signal.rank < 2 or (self.size is not None and len(self.found) >= self.size)
 
-    def _lengths(self, found: Sequence[int], turn: int) -> Iterator[tuple[int, bool]]:
+    def _lengths(self, turn: int) -> Iterator[tuple[int, bool]]:
         """Yield lengths to look for, short ones first, and whether the sentence is the last.
 
         Of several sentences that share a space the shortest is no longer than their mean.
         """
         whole = self.signal.rank + self.signal.differences
-        missing = 2 if self.size is None else self.size - len(found)
-        if missing == 1:
-            yield whole, True
-        elif self.lengths is not None:
+        missing = 2 if self.size is None else self.size - len(self.found)
+        if self.lengths is not None:
             left = list(self.lengths)
-            for length in found:
-                left.remove(length)
-            yield from ((length, False) for length in sorted(set(left)))
+            for fit in self.found:
+                left.remove(len(fit.tokens))
+            yield from ((length, missing == 1) for length in sorted(set(left)))
+        elif missing == 1:
+            yield whole, True
         else:
             if self.size is None and whole <= self.longest:
                 yield whole, False  # there may be one sentence, or one left
@@ -140,6 +128,8 @@ class BatchSearch:
     def _take(self, fit: Fit) -> None:
         self.signal = self.signal.without(rows_of(self.model, self.signal, fit.tokens[None])[0])
         self.words, self.bag = self.every.beside(self.signal), None
+        self.found.append(fit)
+        self.best = None
 
 
 def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstruction | None:
@@ -158,19 +148,26 @@ def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstru
     signal = signal_of(seen) if clean and not seen.model.causal else None
     if signal is None:
         return None
-    read = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng).run()
-    sentences = [tuple(fit.tokens.tolist()) for fit in read.found]
-    layer, role = signal.key
-    notes = [f"read from block {layer}'s {role} alone: a sentence's rows lie in the space of its gradient"]
-    details = {"rank": signal.rank, "left": read.left}
-    told = named(seen, sentences, notes, details, matrices_of(seen, signal.keys))
-    if read.best is None:
+    search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng)
+    with answering(lambda had: _told(seen, signal, search) if search.found or search.best else None):
+        search.run()
+    return _told(seen, signal, search)
+
+
+def _told(seen: Observation, signal: Signal, search: BatchSearch) -> Reconstruction:
+    """Return what a search has, proven where the sentences make the matrix that was read."""
+    layer, left = signal.key[0], search.signal.rank
+    notes = [f"read from block {layer}'s {', '.join(role for _, role in signal.keys)} alone"]
+    if left < 2 and len(search.found) < (seen.knowledge.batch_size or 1):
+        notes.append("the others of the batch are copies of these, or send nothing")
+    sentences = [tuple(fit.tokens.tolist()) for fit in search.found]
+    told = named(seen, sentences, notes, {"rank": signal.rank, "left": left}, matrices_of(seen, signal.keys))
+    if search.best is None:
         return told
-    guess = tuple(read.best.tokens.tolist())
     return replace(
         told,
-        sequences=(*told.sequences, guess),
+        sequences=(*told.sequences, tuple(search.best.tokens.tolist())),
         labels=None,
         certificates=(*(told.certificates or ()), "guess"),
-        notes=(*told.notes, f"what is left has rank {read.left}, and the last sentence is the nearest to it"),
+        notes=(*told.notes, f"what is left has rank {left}, and the last sentence is the nearest to it"),
     )
