@@ -195,7 +195,16 @@ def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load,
     assert any("too little" in note for note in found.notes)
 
 
-def test_block_0_alone_proves_nothing_with_dropout_off(minilm):
+@pytest.mark.parametrize("selection", ["0:q", "0:v", "0:q,k,v"])
+def test_block_0_alone_proves_one_sentence_that_makes_its_gradient(minilm, selection: str):
+    batch = batch_of(minilm, 4, 1)
+    found = Decode()(seen_of(minilm, batch, selection=selection, dropout=False, freeze=()), stream(0, "attack"))
+    assert found.sequences == tuple(map(tuple, batch.sequences()))
+    assert found.certificates == ("proven",)
+    assert not any("only block 0" in note for note in found.notes)
+
+
+def test_block_0_alone_proves_nothing_of_two_sentences_with_dropout_off(minilm):
     batch = batch_of(minilm, 12, 2)
     found = Decode()(seen_of(minilm, batch, selection="0:q,k,v", dropout=False, freeze=()), stream(0, "attack"))
     assert set(found.certificates or ()) <= {"guess"}

@@ -133,14 +133,16 @@ class Decode(Attack):
             one = seen.knowledge.batch_size == 1 and self._orderable(seen)
             doubted = one and NOT_EXPLAINED in found.notes
             return self._ranked(seen, first, rng, found) if doubted and first else found
-        if first is None:
+        # block 0's keys alone lack a direction a sentence, and of several sentences tell no more than their words
+        if first is None or (first.roles == ("k",) and seen.knowledge.batch_size == 1):
             deeper = read_any(seen, self.max_length, rng)
-            if deeper is None:
-                raise NotSupportedError(
-                    "attack 'decode' needs query, key or value gradients of block 0, or a matrix of any block of an "
-                    "encoder's clean gradient with dropout off; neither is in this update"
-                )
-            return deeper
+            if deeper is not None:
+                return deeper
+        if first is None:
+            raise NotSupportedError(
+                "attack 'decode' needs query, key or value gradients of block 0, or a matrix of any block of an "
+                "encoder's clean gradient with dropout off; neither is in this update"
+            )
         if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
             return self._ranked(seen, first, rng)
         rate = seen.knowledge.dropout
@@ -244,8 +246,6 @@ class Decode(Attack):
         in place of 0.2, and the order is still the right one).
         """
         return seen.kind == "gradient" and seen.model.absolute_positions
-
-    # a weight change
 
     def _changed(self, seen: Observation, rng: torch.Generator) -> Reconstruction | None:
         """Read an optimizer's step entry by entry, each with its error, dropout on; None where there is no such step.
@@ -378,6 +378,10 @@ class Decode(Attack):
         told = [s.label for s in solved if s.label is not None]
         labels = tuple(told) if not guesses and len(told) == len(solved) else None
         sequences = (*(s.tokens for s in solved), *guesses)
+        if blocks is None and not proven and all(layer == 0 for layer, _ in left):
+            alone = named(seen, sequences, notes[1:], _ranks(first), left)
+            if alone.labels is not None:
+                return alone
         return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), _ranks(first))
 
     def _grown(self, seen: Observation, first: Span) -> Reconstruction:
