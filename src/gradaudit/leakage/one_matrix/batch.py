@@ -116,7 +116,7 @@ class BatchSearch:
             places = [p for p in range(longest) if p not in framing_places(self.model, longest)]
             told = self.words.shares(self.signal, usual.places[places], usual.framing, [None] * len(places))
             told[:, sorted(self.model.special.ids)] = -1.0
-            words = told.topk(max(50, _WORDS // longest), 1).indices
+            words = told.topk(min(max(50, _WORDS // longest), told.shape[1]), 1).indices
             rows = (self.words.rows[words] + usual.places[places][:, None]).flatten(0, 1)
             remaining, chosen = Remaining(self.signal, rows, usual.framing), []
             for _ in range(self.signal.rank):

@@ -101,7 +101,7 @@ class SentenceSearch:
             added = usual.places[self.places]
             likely = self._shares_of_all(added, usual.framing, [None] * len(self.places))
             if best is None or start % 2 == 0:
-                words = likely.topk(max(_SHORTEST, min(_SHORT, _ROWS // len(self.places))), 1).indices
+                words = _most(likely, max(_SHORTEST, min(_SHORT, _ROWS // len(self.places))))
                 # word by word what fills most of what is left
                 first = self._pick(words, self.words.rows[words] + added[:, None], usual.framing)
             else:
@@ -139,10 +139,10 @@ class SentenceSearch:
     def _redrawn(self, best: Fit, shares: Tensor) -> Tensor:
         """Put likely words at some places of a guess, which lead elsewhere."""
         tokens = best.tokens.clone()
-        likely = shares.topk(_TRIED, 1).indices
+        likely = _most(shares, _TRIED)
         many = max(2, round(_REDRAWN * len(self.places)))
         for at in torch.randperm(len(self.places), generator=self.rng)[:many].tolist():
-            tokens[self.places[at]] = likely[at, int(torch.randint(_TRIED, (1,), generator=self.rng))]
+            tokens[self.places[at]] = likely[at, int(torch.randint(likely.shape[1], (1,), generator=self.rng))]
         return tokens
 
     # mending
@@ -174,7 +174,7 @@ class SentenceSearch:
         """Return likely words and the guess's own at each place, [P, K], and their rows among the guess's words."""
         at = list(range(len(self.places)) if among is None else among)
         places = torch.tensor([self.places[p] for p in at], device=own.device)
-        likely = self._shares_of_all(shifts[at], own, (places - self.first).tolist()).topk(many, 1).indices
+        likely = _most(self._shares_of_all(shifts[at], own, (places - self.first).tolist()), many)
         bag = torch.unique(torch.cat([now.tokens[self.places], self.bag]))
         words = torch.cat([bag.expand(len(at), -1), likely], 1)
         return words, rows_among(self.model, self.signal, now.tokens, places, words)
@@ -188,7 +188,7 @@ class SentenceSearch:
         for at in fits.argsort()[:_WORST].tolist():
             words, rows = self._tried(now, own, shifts, _WIDE, [at])
             others = _without(own, self.places[at] - self.first)
-            for word in words[0, shares(self.signal, rows[0], others).topk(_SWAPPED).indices]:
+            for word in words[0, _most(shares(self.signal, rows[0], others), _SWAPPED)]:
                 exchanged = now.tokens.clone()
                 exchanged[self.places[at]] = word
                 found.append(exchanged)
@@ -218,7 +218,7 @@ class SentenceSearch:
     def _neighbors(self, now: Fit, words: Tensor, fits: Sequence[Tensor]) -> list[Tensor]:
         """Return the guess with two words swapped, one moved, or one exchanged."""
         found = []
-        likely = torch.cat([words.gather(1, fit.topk(_SWAPPED, 1).indices) for fit in fits], 1)
+        likely = torch.cat([words.gather(1, _most(fit, _SWAPPED)) for fit in fits], 1)
         for a, one in enumerate(self.places):
             for b, other in enumerate(self.places):
                 if a < b and now.tokens[one] != now.tokens[other]:
@@ -246,3 +246,8 @@ class SentenceSearch:
 
 def _without(rows: Tensor, at: int) -> Tensor:
     return torch.cat([rows[:at], rows[at + 1 :]])
+
+
+def _most(shares: Tensor, many: int) -> Tensor:
+    """Return where the largest shares [..., n] are, so many or all, [..., m]."""
+    return shares.topk(min(many, shares.shape[-1])).indices
