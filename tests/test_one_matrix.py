@@ -22,6 +22,7 @@ from gradaudit.leakage.one_matrix.word_rows import WordRows, rows_among, rows_of
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import StoppedError
+from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction
 
@@ -258,6 +259,24 @@ def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
     assert not first.whole
     found = search._mended(first, shifts - search.words.rows[mixed[search.places]])
     assert found.tokens.tolist() == batch.ids[0].tolist()
+
+
+@pytest.mark.minilm
+def test_a_defense_that_leaves_a_matrix_alone_leaves_the_sentence_and_no_proof(minilm):
+    batch = batch_of(minilm, 4, 1)
+    found = read(seen_of(minilm, batch, "all", defenses=(build("defense", "aegis", {}),)))
+    assert found.sequences == tuple(map(tuple, batch.sequences()))
+    assert found.certificates == ("likely",)
+    assert found.notes[0] == "read from block 0's p alone"
+
+
+@pytest.mark.minilm
+def test_a_clipped_gradient_is_read_and_is_no_proof(minilm):
+    batch = batch_of(minilm, 4, 1)
+    defense = build("defense", "clip", {"norm": 1e-3})
+    found = read(seen_of(minilm, batch, "1:q", defenses=(defense,)))
+    assert found.sequences == tuple(map(tuple, batch.sequences()))
+    assert found.certificates == ("likely",)
 
 
 @pytest.mark.minilm

@@ -144,8 +144,9 @@ def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstru
         None where nothing tells: another kind of update or model, or no matrix that holds rows of several tokens.
     """
     known = seen.knowledge
-    clean = seen.kind == "gradient" and not known.dropout and not known.defenses
-    signal = signal_of(seen) if clean and not seen.model.causal else None
+    # a matrix that noise fills has no space to tell, and one that a defense left alone has
+    fits = seen.kind == "gradient" and not known.dropout and not seen.model.causal
+    signal = signal_of(seen) if fits else None
     if signal is None:
         return None
     search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng)
