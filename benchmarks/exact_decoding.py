@@ -1,12 +1,12 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-b4
+        matrices matrices-b4 left-alone
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
-unseen (another draw), matrices and matrices-b4 (any one matrix, a draw of its own). Records go to out/benchmarks (a run
-that was stopped goes on there) and hold no text. Failures count 0.
+unseen (another draw), matrices and matrices-b4 (any one matrix, a draw of its own), left-alone (what a defense leaves
+alone). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -108,6 +108,11 @@ def matrices_b4() -> list[Cell]:
     return [Cell("cola", 4, 4, OFF, tensors=f"{block}:{role}", seed=16161) for block in range(3) for role in ROLES]
 
 
+def left_alone() -> list[Cell]:
+    """A defense that leaves a matrix alone, dropout off, every other tensor seen too."""
+    return [Cell("cola", b, n, OFF, seed=16161, defense=({"name": "aegis"},)) for b, n in ((1, 16), (4, 4))]
+
+
 GROUPS = {
     "practical": practical,
     "rates": rates,
@@ -118,6 +123,7 @@ GROUPS = {
     "unseen": unseen,
     "matrices": matrices,
     "matrices-b4": matrices_b4,
+    "left-alone": left_alone,
 }
 COLUMNS = (
     "model", "data", "B", "dropout", "tensors", "batches", "load b/d", "R-1", "R-L", "exact %", "proven",
