@@ -1,4 +1,4 @@
-"""Made-up material of the data tests."""
+"""Material of the tests: made-up rows, and batches of the sample."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from gradaudit.data.spec import DataSpec
-from gradaudit.data.text import TextRows, load_rows
+from gradaudit.data.text import SAMPLE, TextRows, load_rows, make_batch
 from gradaudit.errors import BadInputError
+from gradaudit.models.base import TextModel
+from gradaudit.types import Batch
 
 TEXTS = ['She said "run", twice.', "Zoë,\tMüller\nand I", "plain\r\nlines", "'quoted'"]
 LABELS = [7, -1, 7, 3]
@@ -23,6 +25,13 @@ def refusal(spec: DataSpec, base: Path) -> str:
     assert "\n" not in sentence
     assert "; " in sentence or sentence.endswith("?"), "no advice at the end"
     return sentence
+
+
+def sample_batch(model: TextModel, first: int, size: int) -> Batch:
+    """Return some sentences of the sample, with their labels."""
+    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
+    assert rows.labels is not None
+    return make_batch(model, rows.texts[first : first + size], rows.labels[first : first + size])
 
 
 def rows_of(*texts: str) -> TextRows:

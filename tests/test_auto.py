@@ -17,7 +17,7 @@ from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, BrokenDownError, NotSupportedError
-from gradaudit.progress import StoppedError, step
+from gradaudit.progress import StoppedError, answering, on_time, step
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining, Reconstruction
@@ -46,6 +46,21 @@ class Endless(Attack):
         done = 0
         while True:
             step("nothing", done := done + 1)
+
+
+@dataclass(frozen=True)
+class Half(Endless):
+    """Never ends by itself, and has something all the while."""
+
+    name: ClassVar[str] = "half"
+
+    def run(self, seen, rng):
+        def told(_: Any) -> Reconstruction:
+            on_time("what takes long to tell")
+            return Reconstruction(((5, 6),))
+
+        with answering(told):
+            return super().run(seen, rng)
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,7 @@ def suite(monkeypatch):
 
     def put(*attacks: type[Attack[Any]], **fields: Any) -> Auto:
         monkeypatch.setattr(
-            auto, "SUITE", {cls.name: cls for cls in (Drawn, Broken, Panicking, Knowing, Stopping, Dear, Endless)}
+            auto, "SUITE", {cls.name: cls for cls in (Drawn, Broken, Panicking, Knowing, Stopping, Dear, Endless, Half)}
         )
         return Auto(suite=tuple(cls.name for cls in attacks), **fields)
 
@@ -153,6 +168,13 @@ def test_time_ends_what_runs_and_loses_nothing_that_was_read(load, suite):
     assert notes(found).endswith("dear (not tried: more than the time that was left); endless (ended by the budget)")
     assert found.by == "drawn"
     assert found.sequences == suite(Drawn)(seen, stream(0, "attack")).sequences, "whatever else was tried"
+
+
+def test_what_an_attack_had_when_its_time_was_over_is_kept(load, suite):
+    found = suite(Half, budget=0.2)(update(load), stream(0, "attack"))
+    assert found.sequences == ((5, 6),)
+    assert found.by == "half"
+    assert notes(found) == "auto tried: half (ended by the budget: 1 sentence)"
 
 
 def test_ctrl_c_leaves_what_was_read_before_it(load, suite):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,7 @@ import gradaudit.leakage.decoding.explain as explain_file
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
-from gradaudit.data.spec import DataSpec
-from gradaudit.data.text import SAMPLE, load_rows, make_batch
+from gradaudit.data.text import make_batch
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.decoding.assembly import Solved, take_out
 from gradaudit.leakage.decoding.explain import Explained
@@ -27,6 +25,7 @@ from gradaudit.models.zoo import load_model
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining, Observation
+from made_data import sample_batch
 
 pytestmark = pytest.mark.minilm
 
@@ -34,12 +33,6 @@ pytestmark = pytest.mark.minilm
 @pytest.fixture(scope="module")
 def minilm():
     return load_model(ModelSpec("minilm"))
-
-
-def batch_of(model, first: int, size: int) -> Batch:
-    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
-    assert rows.labels is not None
-    return make_batch(model, rows.texts[first : first + size], rows.labels[first : first + size])
 
 
 def seen_of(model, batch: Batch, given: Given | None = None, selection: str = "0:q,k,v", **how) -> Observation:
@@ -53,7 +46,7 @@ def truth(batch: Batch) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("first", "size"), [(4, 1), (8, 2), (12, 4)])
 def test_the_practical_setting_is_read_back_exactly_and_proven(minilm, first: int, size: int):
-    batch = batch_of(minilm, first, size)
+    batch = sample_batch(minilm, first, size)
     found = Decode()(seen_of(minilm, batch), stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
     assert found.certificates == ("proven",) * size
@@ -61,7 +54,7 @@ def test_the_practical_setting_is_read_back_exactly_and_proven(minilm, first: in
 
 
 def test_nothing_beside_the_gradient_need_be_given(minilm):
-    batch = batch_of(minilm, 20, 2)
+    batch = sample_batch(minilm, 20, 2)
     nothing = Given(batch_size=False, training=False, dropout=False, defenses=False)
     found = Decode()(seen_of(minilm, batch, nothing), stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
@@ -75,13 +68,13 @@ def test_the_same_words_twice_are_told_apart(minilm):
 
 
 def test_swapped_gradients_give_their_own_text_and_not_another_batch(minilm):
-    mine, other = batch_of(minilm, 4, 2), batch_of(minilm, 30, 2)
+    mine, other = sample_batch(minilm, 4, 2), sample_batch(minilm, 30, 2)
     found = Decode()(seen_of(minilm, other), stream(0, "attack"))
     assert not set(found.sequences) & truth(mine)
 
 
 def test_pure_noise_proves_nothing(minilm):
-    seen = seen_of(minilm, batch_of(minilm, 4, 2))
+    seen = seen_of(minilm, sample_batch(minilm, 4, 2))
     rng = torch.Generator().manual_seed(0)
     noise = {n: torch.randn(t.shape, generator=rng) * t.norm() / t.numel() ** 0.5 for n, t in seen.tensors.items()}
     found = Decode()(dataclasses.replace(seen, tensors=noise), stream(0, "attack"))
@@ -92,22 +85,22 @@ def test_pure_noise_proves_nothing(minilm):
 
 def test_a_sentence_with_a_foreign_token_is_not_proven(minilm):
     # two updates added up, of which one is without dropout: half of the rows cannot be decoded
-    noisy = seen_of(minilm, batch_of(minilm, 4, 1))
-    plain = seen_of(minilm, batch_of(minilm, 30, 1), dropout=False)
+    noisy = seen_of(minilm, sample_batch(minilm, 4, 1))
+    plain = seen_of(minilm, sample_batch(minilm, 30, 1), dropout=False)
     mixed = {n: t + plain.tensors[n] for n, t in noisy.tensors.items()}
     found = Decode()(dataclasses.replace(noisy, tensors=mixed), stream(0, "attack"))
-    right = truth(batch_of(minilm, 4, 1)) | truth(batch_of(minilm, 30, 1))
+    right = truth(sample_batch(minilm, 4, 1)) | truth(sample_batch(minilm, 30, 1))
     proven = [s for s, c in zip(found.sequences, found.certificates or (), strict=True) if c == "proven"]
     assert set(proven) <= right
 
 
 def test_without_attention_gradients_it_says_what_is_missing(minilm):
     with pytest.raises(NotSupportedError, match="block 0"):
-        Decode()(seen_of(minilm, batch_of(minilm, 4, 1), selection="1:q"), stream(0, "attack"))
+        Decode()(seen_of(minilm, sample_batch(minilm, 4, 1), selection="1:q"), stream(0, "attack"))
 
 
 def test_values_alone_give_the_words_of_one_sentence_in_order_and_no_proof(minilm):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     found = Decode()(seen_of(minilm, batch, selection="0:v"), stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
     assert found.certificates == ("likely",)
@@ -118,7 +111,7 @@ def test_values_alone_give_the_words_of_one_sentence_in_order_and_no_proof(minil
 
 @pytest.mark.parametrize(("first", "size"), [(4, 1), (12, 4), (0, 8)])
 def test_dropout_off_is_read_back_exactly_and_proven_with_labels(minilm, first: int, size: int):
-    batch = batch_of(minilm, first, size)
+    batch = sample_batch(minilm, first, size)
     found = Decode()(seen_of(minilm, batch, selection="0-2:q,k,v", dropout=False, freeze=()), stream(0, "attack"))
     assert sorted(found.sequences) == sorted(tuple(s) for s in batch.sequences())
     assert found.certificates == ("proven",) * size
@@ -129,7 +122,7 @@ def test_dropout_off_is_read_back_exactly_and_proven_with_labels(minilm, first: 
 
 
 def test_dropout_off_needs_neither_the_rate_nor_the_batch_size(minilm):
-    batch = batch_of(minilm, 20, 2)
+    batch = sample_batch(minilm, 20, 2)
     nothing = Given(batch_size=False, training=False, dropout=False, defenses=False)
     seen = seen_of(minilm, batch, nothing, selection="0-1:q,k,v", dropout=False, freeze=())
     found = Decode()(seen, stream(0, "attack"))
@@ -138,7 +131,7 @@ def test_dropout_off_needs_neither_the_rate_nor_the_batch_size(minilm):
 
 
 def test_a_clipped_gradient_is_read_with_the_share_that_it_tells(minilm):
-    batch = batch_of(minilm, 20, 2)
+    batch = sample_batch(minilm, 20, 2)
     client = Client(minilm, defenses=(build("defense", "clip", {"norm": 1e-2}),))
     for given in (Given(), Given(batch_size=False)):
         seen = tiny_models.seen_of(client, batch, "0-2:q,k,v", given, 0)
@@ -148,7 +141,7 @@ def test_a_clipped_gradient_is_read_with_the_share_that_it_tells(minilm):
 
 
 def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):
-    some = batch_of(minilm, 20, 2)
+    some = sample_batch(minilm, 20, 2)
     twice = Batch(some.ids[[0, 1, 1]], some.mask[[0, 1, 1]], some.labels[[0, 1, 1]], ())
     seen = seen_of(minilm, twice, selection="0-2:q,k,v", dropout=False, freeze=())
     found = Decode()(seen, stream(0, "attack"))
@@ -167,8 +160,10 @@ def test_a_sentence_that_was_there_twice_is_answered_twice(minilm):
 )
 def test_a_scaled_or_weighted_loss_makes_no_copies(minilm, weights, told: bool):
     """Gradients that were added up instead of averaged, loss scaling, sentences that count differently."""
-    batch = batch_of(minilm, 20, 2)
-    parts = [seen_of(minilm, batch_of(minilm, at, 1), None, "0-2:q,k,v", dropout=False, freeze=()) for at in (20, 21)]
+    batch = sample_batch(minilm, 20, 2)
+    parts = [
+        seen_of(minilm, sample_batch(minilm, at, 1), None, "0-2:q,k,v", dropout=False, freeze=()) for at in (20, 21)
+    ]
     summed = {n: sum(w * p.tensors[n] for w, p in zip(weights, parts, strict=True)) for n in parts[0].tensors}
     whole = seen_of(minilm, batch, Given(batch_size=told), "0-2:q,k,v", dropout=False, freeze=())
     found = Decode()(dataclasses.replace(whole, tensors=summed), stream(0, "attack"))
@@ -197,7 +192,7 @@ def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load,
 
 @pytest.mark.parametrize("selection", ["0:q", "0:v", "0:q,k,v"])
 def test_block_0_alone_proves_one_sentence_that_makes_its_gradient(minilm, selection: str):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     found = Decode()(seen_of(minilm, batch, selection=selection, dropout=False, freeze=()), stream(0, "attack"))
     assert found.sequences == tuple(map(tuple, batch.sequences()))
     assert found.certificates == ("proven",)
@@ -205,14 +200,14 @@ def test_block_0_alone_proves_one_sentence_that_makes_its_gradient(minilm, selec
 
 
 def test_block_0_alone_proves_nothing_of_two_sentences_with_dropout_off(minilm):
-    batch = batch_of(minilm, 12, 2)
+    batch = sample_batch(minilm, 12, 2)
     found = Decode()(seen_of(minilm, batch, selection="0:q,k,v", dropout=False, freeze=()), stream(0, "attack"))
     assert set(found.certificates or ()) <= {"guess"}
     assert any("only block 0" in note for note in found.notes)
 
 
 def test_a_sentence_of_another_batch_cannot_be_taken_out(minilm):
-    mine, other = batch_of(minilm, 12, 3), batch_of(minilm, 40, 3)
+    mine, other = sample_batch(minilm, 12, 3), sample_batch(minilm, 40, 3)
     seen = seen_of(minilm, mine, selection="0-2:q,k,v", dropout=False, freeze=())
     rest = remainder(matrices(seen, 3), 1.2e-7)
     for sentence in map(tuple, other.sequences()):
@@ -228,7 +223,7 @@ def test_a_sentence_of_another_batch_cannot_be_taken_out(minilm):
 
 def test_gpt2_with_dropout_before_its_normalization_is_read_back():
     model = load_model(ModelSpec("random:gpt2", layers=2))
-    batch = batch_of(model, 4, 2)
+    batch = sample_batch(model, 4, 2)
     found = Decode()(seen_of(model, batch, freeze=()), stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
     assert found.certificates == ("proven",) * 2
@@ -246,7 +241,7 @@ def test_decoders_with_dropout_off_are_proven_by_explaining_the_whole_gradient(l
 
 @pytest.mark.parametrize("rate", [0.2, 0.3, 0.4])
 def test_higher_rates(minilm, rate: float):
-    batch = batch_of(minilm, 12, 2)
+    batch = sample_batch(minilm, 12, 2)
     found = Decode()(seen_of(minilm, batch, dropout_rate=rate), stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
     assert found.details["estimated_dropout"] == pytest.approx(rate, abs=0.03)
@@ -278,7 +273,7 @@ def one_wrong(sentences: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def test_sentences_whose_ranks_did_not_fall_by_their_length_are_likely_and_their_labels_are_not_told(
     minilm, monkeypatch
 ):
-    batch = batch_of(minilm, 12, 3)
+    batch = sample_batch(minilm, 12, 3)
     seen = seen_of(minilm, batch, selection="0-2:q,k,v", dropout=False, freeze=())
     rest = remainder(matrices(seen, 3), 1.2e-7)
     solved = [Solved((101, 2003, 102), 1, False, (0.0, 1.0)), Solved((101, 2004, 102), 0, True, (1.0, 0.0))]
@@ -291,7 +286,7 @@ def test_sentences_whose_ranks_did_not_fall_by_their_length_are_likely_and_their
 
 @pytest.mark.parametrize(("falls", "proven"), [((6, 6), True), ((6, 5), False), ((5, 6), False), ((7, 7), False)])
 def test_taking_out_proves_only_when_every_rank_falls_by_exactly_the_length(minilm, monkeypatch, falls, proven):
-    batch = batch_of(minilm, 12, 2)
+    batch = sample_batch(minilm, 12, 2)
     rest = remainder(matrices(seen_of(minilm, batch, selection="0-2:q,k,v", dropout=False, freeze=()), 3), 1.2e-7)
     whole = rest.left
 
@@ -330,6 +325,6 @@ def test_a_score_that_is_no_number_is_refused():
 
 
 def test_one_position_looked_at_is_an_empty_answer_and_no_error(minilm):
-    batch = batch_of(minilm, 12, 2)
+    batch = sample_batch(minilm, 12, 2)
     found = Decode(max_length=1)(seen_of(minilm, batch, dropout=False, freeze=()), stream(0, "attack"))
     assert "proven" not in (found.certificates or ())

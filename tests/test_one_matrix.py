@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import gradaudit.leakage.one_matrix.batch as batch_file
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
-from gradaudit.data.spec import DataSpec
-from gradaudit.data.text import SAMPLE, load_rows, make_batch
+from gradaudit.data.text import make_batch
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.one_matrix.search import FILLED, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares, signal_of
@@ -25,13 +23,14 @@ from gradaudit.progress import StoppedError
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation, Reconstruction
+from made_data import sample_batch
 
 ENCODERS = ("bert", "roberta", "mpnet", "distilbert", "electra")
 
 
 def space(rank: int, width: int = 20, seed: int = 0, differences: bool = False) -> Signal:
     drawn = torch.randn(width, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
-    return Signal((1, "q"), torch.linalg.qr(drawn)[0], differences)
+    return Signal(1, "q", torch.linalg.qr(drawn)[0], differences)
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -108,7 +107,7 @@ def test_a_sentence_that_is_taken_out_leaves_the_others():
 def test_the_words_of_a_sentence_tried_in_it_give_its_own_rows(load, family: str, key, differences: bool):
     model = load(family)
     ids = torch.tensor([model.tokens("the cat sat on a mat")[:7]])
-    signal = Signal(key, torch.eye(4), differences)
+    signal = Signal(*key, torch.eye(4), differences)
     places = torch.arange(1, ids.shape[1])
     tried = torch.stack([ids[0, 1:], ids[0, 1:].flip(0)], 1)
     rows = rows_among(model, signal, ids[0], places, tried)
@@ -122,7 +121,7 @@ def test_the_words_of_a_sentence_tried_in_it_give_its_own_rows(load, family: str
 def test_in_block_0_a_word_that_is_tried_gives_the_row_it_would_have_there(load, family: str):
     model = load(family)
     ids = torch.tensor(model.tokens("the cat sat on a mat")[:7])
-    signal = Signal((0, "f"), torch.eye(4), differences=False)
+    signal = Signal(0, "f", torch.eye(4), differences=False)
     word = int(ids[4])
     rows = rows_among(model, signal, ids, torch.tensor([2]), torch.tensor([[word]]))
     there = ids.clone()
@@ -138,12 +137,6 @@ def minilm():
     return load_model(ModelSpec("minilm"))
 
 
-def batch_of(model, first: int, size: int) -> Batch:
-    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
-    assert rows.labels is not None
-    return make_batch(model, rows.texts[first : first + size], rows.labels[first : first + size])
-
-
 def seen_of(model, batch: Batch, selection: str, given: Given | None = None, **how) -> Observation:
     client = Client(model, **({"dropout": False, "freeze": ()} | how))
     return tiny_models.seen_of(client, batch, selection, given or Given(), 3)
@@ -156,7 +149,7 @@ def read(seen: Observation) -> Reconstruction:
 @pytest.mark.minilm
 @pytest.mark.parametrize("selection", ["0:k", "1:q", "2:k", "0:f", "3:f", "1:p", "1:k,v"])
 def test_one_matrix_gives_the_sentence_and_proves_it(minilm, selection: str):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     found = read(seen_of(minilm, batch, selection))
     assert found.sequences == tuple(map(tuple, batch.sequences()))
     assert found.certificates == ("proven",)
@@ -168,14 +161,14 @@ def test_one_matrix_gives_the_sentence_and_proves_it(minilm, selection: str):
 @pytest.mark.minilm
 def test_nothing_beside_the_gradient_need_be_given(minilm):
     nothing = Given(batch_size=False, training=False, dropout=False, defenses=False)
-    batch = batch_of(minilm, 20, 1)
+    batch = sample_batch(minilm, 20, 1)
     found = read(seen_of(minilm, batch, "1:q", nothing))
     assert tuple(batch.sequences()[0]) in found.sequences
 
 
 @pytest.mark.minilm
 def test_a_pair_is_read_sentence_by_sentence(minilm):
-    batch = batch_of(minilm, 8, 2)
+    batch = sample_batch(minilm, 8, 2)
     found = read(seen_of(minilm, batch, "1:f", Given(lengths=True)))
     assert set(found.sequences) == set(map(tuple, batch.sequences()))
     assert found.certificates == ("proven", "proven")
@@ -193,7 +186,7 @@ def test_the_same_sentence_twice_is_told_once_and_the_copy_is_said(minilm):
 
 @pytest.mark.minilm
 def test_stopped_with_ctrl_c_it_gives_the_sentences_that_it_has(minilm, monkeypatch):
-    batch = batch_of(minilm, 8, 2)
+    batch = sample_batch(minilm, 8, 2)
     run, calls = SentenceSearch.run, []
 
     def stopped(self, *given):
@@ -233,7 +226,7 @@ def test_of_the_last_blocks_values_weak_directions_are_lost_and_a_known_length_h
 
 @pytest.mark.minilm
 def test_another_sentence_is_far_from_the_space_and_a_wrong_word_is_seen(minilm):
-    batch, other = batch_of(minilm, 4, 1), batch_of(minilm, 30, 1)
+    batch, other = sample_batch(minilm, 4, 1), sample_batch(minilm, 30, 1)
     signal = signal_of(seen_of(minilm, batch, "2:f"))
     assert signal is not None
     assert float(signal.apart(rows_of(minilm, signal, batch.ids))[0]) < FILLED / 100
@@ -246,7 +239,7 @@ def test_another_sentence_is_far_from_the_space_and_a_wrong_word_is_seen(minilm)
 
 @pytest.mark.minilm
 def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     signal = signal_of(seen_of(minilm, batch, "2:f"))
     assert signal is not None
     rng = stream(0, "attack")
@@ -263,7 +256,7 @@ def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
 
 @pytest.mark.minilm
 def test_a_defense_that_leaves_a_matrix_alone_leaves_the_sentence_and_no_proof(minilm):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     found = read(seen_of(minilm, batch, "all", defenses=(build("defense", "aegis", {}),)))
     assert found.sequences == tuple(map(tuple, batch.sequences()))
     assert found.certificates == ("likely",)
@@ -272,7 +265,7 @@ def test_a_defense_that_leaves_a_matrix_alone_leaves_the_sentence_and_no_proof(m
 
 @pytest.mark.minilm
 def test_a_clipped_gradient_is_read_and_is_no_proof(minilm):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     defense = build("defense", "clip", {"norm": 1e-3})
     found = read(seen_of(minilm, batch, "1:q", defenses=(defense,)))
     assert found.sequences == tuple(map(tuple, batch.sequences()))
@@ -283,7 +276,7 @@ def test_a_clipped_gradient_is_read_and_is_no_proof(minilm):
 @pytest.mark.parametrize(("selection", "how"), [("5:f", {}), ("2:f", {"dropout": True})])
 def test_where_nothing_can_be_read_it_says_what_is_needed(minilm, selection: str, how):
     with pytest.raises(NotSupportedError, match="a matrix of any block of an encoder's clean gradient"):
-        read(seen_of(minilm, batch_of(minilm, 4, 1), selection, **how))
+        read(seen_of(minilm, sample_batch(minilm, 4, 1), selection, **how))
 
 
 def test_matrices_that_read_the_same_are_read_together_and_the_first_block_comes_first(load):
@@ -291,8 +284,8 @@ def test_matrices_that_read_the_same_are_read_together_and_the_first_block_comes
     batch = tiny_models.batch_of(model, ["the cat sat", "a dog ran off"], [0, 1])
     signal = signal_of(seen_of(model, batch, "1:k,v 0:f,p"))
     assert signal is not None
-    assert (signal.key, signal.keys, signal.differences) == ((1, "k"), [(1, "k"), (1, "v")], False)
+    assert (signal.keys, signal.differences) == ([(1, "k"), (1, "v")], False)
     signal = signal_of(seen_of(model, batch, "1:k 0:p"))
     assert signal is not None
-    assert (signal.key, signal.differences) == ((1, "k"), True)
+    assert (signal.keys, signal.differences) == ([(1, "k")], True)
     assert signal_of(seen_of(model, batch, "0:o embeddings")) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,6 @@ import torch
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
-from gradaudit.data.spec import DataSpec
-from gradaudit.data.text import SAMPLE, load_rows, make_batch
 from gradaudit.leakage.decoding.rows import LEAST_KEPT, MaskedInputs, Row, Search, least_kept
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven import decoded
@@ -32,6 +29,7 @@ from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, LocalTraining, Observation
+from made_data import sample_batch
 
 ADAMW = LocalTraining("adamw", 5e-5, weight_decay=0.01)
 SGD = LocalTraining("sgd", 1e-2)
@@ -42,12 +40,6 @@ SIZES = torch.logspace(-10, -3, 4000, dtype=torch.float64)
 @pytest.fixture(scope="module")
 def minilm():
     return load_model(ModelSpec("minilm"))
-
-
-def batch_of(model, first: int, size: int) -> Batch:
-    rows = load_rows(DataSpec(path=str(SAMPLE), label="label"), Path.cwd())
-    assert rows.labels is not None
-    return make_batch(model, rows.texts[first : first + size], rows.labels[first : first + size])
 
 
 def seen_of(model, batch: Batch, training: LocalTraining, given: Given | None = None) -> Observation:
@@ -437,7 +429,7 @@ def test_every_token_s_coordinates_are_roughly_what_enters(folders, family: str)
 
 def test_of_more_rows_in_reach_than_directions_the_nearest_are_taken(minilm):
     """Five of ten lie in a span of five, the others outside: six tenths of five come first."""
-    seen = entries(seen_of(minilm, batch_of(minilm, 4, 1), ADAMW), 0)
+    seen = entries(seen_of(minilm, sample_batch(minilm, 4, 1), ADAMW), 0)
     assert seen is not None
     decoding = _Decoding(minilm, seen, Search(1, 200, 512, 0.1), torch.Generator())
     ids = torch.arange(2000, 2010)
@@ -462,7 +454,7 @@ def test_what_a_fit_brings_back_to_other_rows_of_its_space_is_the_same_product()
 @pytest.mark.parametrize(("size", "owed"), [(None, 2), (2, 2), (3, 3)])
 def test_no_more_copies_are_tried_than_there_are_sentences_or_positions_show(minilm, size, owed):
     """With the first token unknown and two hundred directions that stand out, of what two sentences left."""
-    seen = entries(seen_of(minilm, batch_of(minilm, 4, 1), ADAMW), 0)
+    seen = entries(seen_of(minilm, sample_batch(minilm, 4, 1), ADAMW), 0)
     assert seen is not None
     decoding = _Decoding(minilm, seen, Search(size, 200, 512, 0.1), torch.Generator())
     every = torch.ones(3, dtype=torch.bool)
@@ -474,7 +466,7 @@ def test_no_more_copies_are_tried_than_there_are_sentences_or_positions_show(min
 
 @pytest.mark.minilm
 def test_a_copy_of_the_first_token_is_owed_until_there_are_as_many_as_sentences(minilm):
-    batch = batch_of(minilm, 4, 2)
+    batch = sample_batch(minilm, 4, 2)
     seen = entries(seen_of(minilm, batch, ADAMW), 0)
     assert seen is not None
     decoding = _Decoding(minilm, seen, Search(2, 200, 512, 0.1), torch.Generator())
@@ -490,7 +482,7 @@ def test_a_copy_of_the_first_token_is_owed_until_there_are_as_many_as_sentences(
 @pytest.mark.minilm
 @pytest.mark.parametrize("training", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_one_step_is_read_back_exactly_and_proven(minilm, training: LocalTraining):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     found = Decode()(seen_of(minilm, batch, training, Given()), stream(0, "attack"))
     assert found.sequences == (tuple(batch.sequences()[0]),)
     assert found.certificates == ("proven",)
@@ -499,7 +491,7 @@ def test_one_step_is_read_back_exactly_and_proven(minilm, training: LocalTrainin
 
 @pytest.mark.minilm
 def test_a_change_of_another_optimizer_than_told_proves_nothing(minilm):
-    batch = batch_of(minilm, 4, 1)
+    batch = sample_batch(minilm, 4, 1)
     seen = seen_of(minilm, batch, ADAMW)
     wrong = replace(seen, knowledge=replace(seen.knowledge, training=replace(ADAMW, learning_rate=6e-5)))
     found = Decode()(wrong, stream(0, "attack"))

@@ -29,7 +29,16 @@ def shown_by(sink: Sink) -> Iterator[None]:
 
 
 class TimeIsOverError(Exception):
-    """Work was ended because its time is over; of what it did nothing is known."""
+    """Work was ended because its time is over.
+
+    Args:
+        said: during what.
+        found: what it has; None for nothing.
+    """
+
+    def __init__(self, said: str, found: Any = None) -> None:
+        super().__init__(said)
+        self.found = found
 
 
 class StoppedError(KeyboardInterrupt):
@@ -46,7 +55,7 @@ class StoppedError(KeyboardInterrupt):
 
 @contextmanager
 def answering(answer: Callable[[Any], Any]) -> Iterator[None]:
-    """Let Ctrl-C inside the block give what there is already.
+    """Let Ctrl-C, or the end of the time, inside the block give what there is already.
 
     Args:
         answer: given what a block within had, None for nothing, it returns what this one has, None for nothing.
@@ -54,6 +63,7 @@ def answering(answer: Callable[[Any], Any]) -> Iterator[None]:
     Raises:
         StoppedError: Ctrl-C, with the answer.
         KeyboardInterrupt: Ctrl-C before there was one.
+        TimeIsOverError: the end of the time, with the answer where there is one.
     """
     try:
         yield
@@ -62,6 +72,13 @@ def answering(answer: Callable[[Any], Any]) -> Iterator[None]:
         if found is None:
             raise KeyboardInterrupt from None
         raise StoppedError(found) from None
+    except TimeIsOverError as over:
+        token = _end.set(math.inf)  # the answer may take its time
+        try:
+            over.found = answer(over.found)
+        finally:
+            _end.reset(token)
+        raise
 
 
 @contextmanager

@@ -127,8 +127,12 @@ class Auto(Attack[Model]):
             try:
                 with within(left):
                     found = attack(seen, torch.Generator().manual_seed(seeds[attack.name]))
-            except TimeIsOverError:
-                said.append(f"{attack.name} (ended by the budget)")
+            except TimeIsOverError as over:
+                read = ""
+                if over.found is not None:
+                    answers.append(_Answer(attack.name, over.found, explained(seen, over.found)))
+                    read = f": {_read(over.found)}"
+                said.append(f"{attack.name} (ended by the budget{read})")
                 continue
             except AuditError as error:
                 refused += 1

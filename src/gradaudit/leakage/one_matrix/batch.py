@@ -157,8 +157,8 @@ def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstru
 
 def _told(seen: Observation, signal: Signal, search: BatchSearch) -> Reconstruction:
     """Return what a search has, proven where the sentences make the matrix that was read."""
-    layer, left = signal.key[0], search.signal.rank
-    notes = [f"read from block {layer}'s {', '.join(role for _, role in signal.keys)} alone"]
+    left = search.signal.rank
+    notes = [f"read from block {signal.layer}'s {', '.join(signal.roles)} alone"]
     if left < 2 and len(search.found) < (seen.knowledge.batch_size or 1):
         notes.append("the others of the batch are copies of these, or send nothing")
     sentences = [tuple(fit.tokens.tolist()) for fit in search.found]

@@ -25,24 +25,24 @@ class Signal:
     """The space of what enters one matrix, or several that read the same.
 
     Args:
-        key: block and role.
+        layer: block.
+        roles: of the matrices.
         basis: [d, r] orthonormal columns, float64.
         differences: only differences of a sentence's rows are in it. The scores of a query change by nothing where all
             keys are moved alike, so that a key matrix's slopes of a sentence add up to zero.
-        roles: of all the matrices, where there is more than one.
         taken: [d, t] orthonormal directions of sentences that were taken out; None for none.
     """
 
-    key: tuple[int, str]
+    layer: int
+    roles: str
     basis: Tensor
     differences: bool
-    roles: str = ""
     taken: Tensor | None = None
 
     @property
     def keys(self) -> list[tuple[int, str]]:
-        """Block and role of every matrix that was read together."""
-        return [(self.key[0], role) for role in self.roles or self.key[1]]
+        """Block and role of every matrix; all read the same rows."""
+        return [(self.layer, role) for role in self.roles]
 
     @property
     def rank(self) -> int:
@@ -100,7 +100,7 @@ def shares(signal: Signal, rows: Tensor, chosen: Tensor) -> Tensor:
     basis = signal.basis.to(rows.dtype)
     along = rows @ directions
     inside = rows @ basis - along @ (directions.mT @ basis)
-    share: Tensor = inside.square().sum(-1) / _new(rows.square().sum(-1), along.square().sum(-1))
+    share: Tensor = inside.square().sum(-1) / added(rows.square().sum(-1), along.square().sum(-1))
     return share
 
 
@@ -134,12 +134,12 @@ class Remaining:
     @property
     def share(self) -> Tensor:
         """[...] of each candidate, the share of its new part that lies in the space, 0 to 1."""
-        share: Tensor = self._inside.square().sum(-1) / _new(self._whole, self._along)
+        share: Tensor = self._inside.square().sum(-1) / added(self._whole, self._along)
         return share
 
 
-def _new(whole: Tensor, along: Tensor) -> Tensor:
-    """Return the square norm of rows beside chosen ones, of the whole one and of that along them."""
+def added(whole: Tensor, along: Tensor) -> Tensor:
+    """Return the square norm of what rows add to chosen ones, from their own and that of what lies along these."""
     return torch.maximum(whole - along, 1e-9 * whole)
 
 
@@ -159,5 +159,5 @@ def signal_of(seen: Observation) -> Signal | None:
             found = span(seen, layer, roles)
             if found is not None and 1 < found.rank < found.basis.shape[0]:
                 differences = found.roles == ("k",) and model.absolute_positions
-                return Signal((layer, found.roles[0]), found.basis, differences, "".join(found.roles))
+                return Signal(layer, "".join(found.roles), found.basis, differences)
     return None

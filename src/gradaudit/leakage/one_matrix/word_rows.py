@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.one_matrix.signal import Signal
+from gradaudit.leakage.one_matrix.signal import Signal, added
 from gradaudit.leakage.priors import frequent_tokens
 from gradaudit.models.base import TextModel
 
@@ -51,7 +51,9 @@ def rows_among(model: TextModel, signal: Signal, around: Tensor, places: Tensor,
     found = []
     for part in torch.split(many, max(1, _TOKENS // size)):
         ids = torch.cat([around.expand(len(part), n), part], 1)
-        inputs = model.matrix_inputs([signal.key], ids, positions.expand_as(ids), allowed.expand(len(ids), -1, -1))[0]
+        inputs = model.matrix_inputs(signal.keys[:1], ids, positions.expand_as(ids), allowed.expand(len(ids), -1, -1))[
+            0
+        ]
         rows = inputs[:, n:] - inputs[:, :1] if signal.differences else inputs[:, n:]
         found.append(signal.beside(rows).view(len(part), count, each, -1).transpose(1, 2).flatten(0, 1))
     return torch.cat(found)[:tried].transpose(0, 1)
@@ -65,7 +67,7 @@ def rows_of(model: TextModel, signal: Signal, sentences: Tensor) -> Tensor:
         sentences: [N, n] token ids.
     """
     parts = torch.split(sentences, max(1, _TOKENS // sentences.shape[1]))
-    return signal.seen(torch.cat([model.matrix_inputs([signal.key], part)[0] for part in parts]))
+    return signal.seen(torch.cat([model.matrix_inputs(signal.keys[:1], part)[0] for part in parts]))
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class WordRows:
             )
             moved = inside + shift @ basis - along @ (directions.mT @ basis)
             squares = self.squares + 2 * with_shifts[:, at] + shift.square().sum()
-            found.append(moved.square().sum(-1) / torch.maximum(squares - along.square().sum(-1), 1e-9 * squares))
+            found.append(moved.square().sum(-1) / added(squares, along.square().sum(-1)))
         return torch.stack(found)
 
 
@@ -148,14 +150,14 @@ def usual_rows(model: TextModel, signal: Signal, words: WordRows, length: int, r
     """
     probes = _drawn(model, _PROBES, rng)
     places = torch.arange(length, device=model.device)
-    added, framing = torch.zeros(length, words.rows.shape[1], device=model.device), []
+    shift, framing = torch.zeros(length, words.rows.shape[1], device=model.device), []
     at = framing_rows(model, signal, length)
     for _ in range(_CONTEXTS):
         around = _sentence(model, length, rng)
         tried = rows_among(model, signal, around, places, probes.expand(length, -1))
-        added += (tried - words.rows[probes]).mean(1) / _CONTEXTS
+        shift += (tried - words.rows[probes]).mean(1) / _CONTEXTS
         framing.append(rows_of(model, signal, around[None])[0, at])
-    return UsualRows(added, torch.stack(framing).mean(0))
+    return UsualRows(shift, torch.stack(framing).mean(0))
 
 
 def framing_rows(model: TextModel, signal: Signal, length: int) -> list[int]:
