@@ -12,7 +12,7 @@ from gradaudit.leakage.rowspace.deflation import Matrices, matrices, sentence_gr
 from gradaudit.models.base import TextModel
 from gradaudit.types import Observation, Reconstruction
 
-_LITTLE = 1e-4
+LITTLE = 1e-4
 """A batch that leaves this share of the gradient is all of it: right ones are at 1e-6."""
 _OWN, _ROUNDING = 100.0, 1e-6
 """What a sentence sends must be so many times what all leave, or rounding, for it to be proven by itself."""
@@ -87,7 +87,7 @@ def named(
     elif one_gradient and sentences and len(sentences) == size:
         told = explain(seen.model, sentences, matrices(seen, 2) if sent is None else sent, 1 / size)
         details["unexplained"] = told.left
-        if told.left < _LITTLE:
+        if told.left < LITTLE:
             # a sentence that sends next to nothing would leave as little if it were another one
             sure = [part > _OWN * max(told.left, _ROUNDING) for part in told.parts]
             labels, certificates = told.labels, tuple("proven" if one else "likely" for one in sure)
