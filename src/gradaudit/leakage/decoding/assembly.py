@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gradaudit.leakage.decoding.linking import group, joint_support
 from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.leakage.one_matrix.signal import Signal
+from gradaudit.leakage.one_matrix.word_rows import rows_among
 from gradaudit.leakage.rowspace.deflation import Matrices, Remainder, remainder, sentence_gradient
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import TextModel
@@ -31,8 +34,8 @@ _ROUNDED = 1e-2
 """How near a number of sentences that is read off the gradient must be to a whole one."""
 _WORST = 8
 """Positions at which exchanges are tried first, those with the worst rows."""
-_OPTIONS, _TURNS = 24, 24
-"""Tokens tried a position, those that the sentence's other tokens attend to most first, and exchanges of a proposal."""
+_OPTIONS, _TURNS = 8, 24
+"""Tokens tried a position, those whose own rows come nearest, and exchanges of a proposal."""
 _GAIN = 1e-3
 """Fall of the mean square distance for which a token is exchanged."""
 _ROWS = 8192
@@ -52,9 +55,11 @@ class Placed:
         strength: [n] norm of each one's signal.
         support: [n, n] how much pair j takes part in explaining pair i; zero where one of them is not among the linked.
         linked: how many, the strongest, were linked: as many as there are tokens, where a deeper block tells.
+        near: all pairs near the span, the weak ones too: a word that is at several positions sends little at each.
     """
 
     pairs: Pairs
+    near: Pairs
     strength: Tensor
     support: Tensor
     linked: int
@@ -89,10 +94,11 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
     """
     if len(found) == 0:
         none = first.values.new_zeros(0)
-        return Placed(found, none, none.new_zeros((0, 0)), 0)
+        return Placed(found, found, none, none.new_zeros((0, 0)), 0)
     placed = placed_signals(model, rest.stacked(0), found)
     signals = sparse_signals(rest.stacked(0), found.rows, first.basis) if placed is None else placed
     strength = signals.norm(dim=1)
+    near = found
     order = torch.where(strength > _WEAK * strength.max())[0]
     order = order[strength[order].argsort(descending=True)][: int(_MOST * first.rank) + 8]
     found, strength, signals = found.pick(order), strength[order], signals[order]
@@ -102,7 +108,7 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
     if linked:
         sizes = {role: len(gradient) for (layer, role), gradient in rest.left.items() if layer == 0}
         support[:linked, :linked] = linked_by(model, found.pick(slice(linked)), signals[:linked], sizes)
-    return Placed(found, strength, support, linked)
+    return Placed(found, near, strength, support, linked)
 
 
 def linked_by(model: TextModel, pairs: Pairs, signals: Tensor, sizes: Mapping[str, int], ridge: float = 1e-4) -> Tensor:
@@ -192,7 +198,9 @@ def misfit(model: TextModel, span: Span, sentences: Sequence[tuple[int, ...]]) -
 def descend(
     model: TextModel, second: Span, placed: Placed, sentence: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Tensor]:
-    """Mend a sentence by exchanging tokens, one position at a time, for others placed there, while that helps.
+    """Mend a sentence by exchanging tokens, one position at a time, for others of the batch, while that helps.
+
+    At each position those are tried whose own rows fit best among the sentence's other tokens, one pass for all.
 
     Args:
         model: the model.
@@ -203,32 +211,21 @@ def descend(
     Returns:
         The sentence and its residuals in block 1's span, [T].
     """
-    positions, tokens = placed.pairs.positions, placed.pairs.tokens
+    near = placed.near
     ending = model.special.suffix[-1:]
     residuals = misfit(model, second, [sentence])[0][0]
-    weak = 1e-9 * placed.strength / placed.strength.max()
-    linked = tokens[: placed.linked]
-    repeated = linked[(linked[:, None] == linked[None]).sum(1) > 1]  # at two positions: these are placed least surely
     for _ in range(_TURNS):
         if float(residuals.square().mean()) < 1:
             break
-        here = {
-            int(p): i
-            for i, (p, t) in enumerate(zip(positions.tolist(), tokens.tolist(), strict=True))
-            if int(p) < len(sentence) and sentence[int(p)] == t
-        }
-        member = torch.tensor(sorted(here.values()), device=positions.device)
-        pull = weak + (placed.support[member].sum(0) if len(member) else 0.0)
+        far = own_distances(model, second, near, sentence)
         worst = [p for p in residuals.argsort(descending=True).tolist() if p > 0]
         better = None
         # wrong tokens have the worst rows: the others are tried only where exchanging these does not help
         for part in (worst[:_WORST], worst[_WORST:]):
             tried: list[tuple[int, ...]] = []
             for position in part:
-                at = torch.where(positions == position)[0]
-                often = at[torch.isin(tokens[at], repeated)]
-                at = torch.cat([at[pull[at].argsort(descending=True)][:_OPTIONS], often])
-                for token in tokens[at].tolist():
+                at = torch.where(near.positions == position)[0]
+                for token in near.tokens[at[far[at].argsort()[:_OPTIONS]]].tolist():
                     inner = position < len(sentence) - 1
                     if token == sentence[position]:
                         continue
@@ -236,7 +233,7 @@ def descend(
                         tried.append((*sentence[:position], token))  # it ends here
                     elif inner or not ending:
                         tried.append((*sentence[:position], token, *sentence[position + 1 :]))
-                    else:  # it goes on: the likeliest token here, then the end
+                    else:  # it goes on: this token here, then the end
                         tried.append((*sentence[:position], token, ending[0]))
             tried = [one for one in dict.fromkeys(tried) if len(one) <= model.max_length]
             if not tried:
@@ -250,6 +247,29 @@ def descend(
             break
         sentence, residuals = better
     return sentence, residuals
+
+
+def own_distances(model: TextModel, second: Span, pairs: Pairs, sentence: tuple[int, ...]) -> Tensor:
+    """Return how far from a deeper block's span each pair's own row lies, put alone into a sentence, [n].
+
+    Args:
+        model: the model.
+        second: the span.
+        pairs: tokens at positions; 1 for those behind the sentence's end.
+        sentence: token ids.
+    """
+    far = torch.ones(len(pairs), device=pairs.positions.device)
+    inside = pairs.positions < len(sentence)
+    places = torch.unique(pairs.positions[inside])
+    there = [torch.where(pairs.positions == place)[0] for place in places]
+    if not there:
+        return far
+    words = pad_sequence([pairs.tokens[at] for at in there], batch_first=True)
+    signal = Signal(second.layer, second.roles[0], second.basis, differences=False)
+    rows = rows_among(model, signal, torch.tensor(sentence, device=far.device), places, words)
+    for at, some in zip(there, rows, strict=True):
+        far[at] = second.residual(some[: len(at)]).to(far)
+    return far
 
 
 @dataclass(frozen=True)

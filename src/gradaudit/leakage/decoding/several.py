@@ -59,7 +59,7 @@ def place_words(
     pairs, signals = Pairs(positions[order], ids[order], rows[order]), signals[order]
     sizes = dict.fromkeys(roles, signals.shape[1] // len(roles))
     support = linked_by(model, pairs, signals, sizes, _RIDGE)
-    return Placed(pairs, strength[order], support, len(pairs)), places
+    return Placed(pairs, pairs, strength[order], support, len(pairs)), places
 
 
 def explained(model: TextModel, found: Ordered, left: Matrices) -> Matrices:

@@ -27,8 +27,8 @@ from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
 FILLED = 1e-2
-"""Directions that a right sentence leaves apart are fewer than this: 1e-6 by rounding (of four sentences, 3e-3), and 0.1
-with one word wrong (of four, 0.08 without its full stop). MiniLM, in development."""
+"""Directions that a right sentence leaves apart are fewer than this: 1e-6 by rounding (of four sentences, 3e-3), and
+0.1 with one word wrong (of four, 0.08 without its full stop). MiniLM, in development."""
 _SHORT, _SHORTEST = 1500, 100
 """Words at a place that are looked at in the first choice, and so many at least where sentences are long."""
 _ROWS = 32_768
