@@ -113,6 +113,12 @@ def left_alone() -> list[Cell]:
     return [Cell("cola", b, n, OFF, seed=16161, defense=({"name": "aegis"},)) for b, n in ((1, 16), (4, 4))]
 
 
+def crowded() -> list[Cell]:
+    """Long sentences and many of them, dropout off, a draw that nothing was developed on."""
+    cells = [Cell("rt", 8, 5, seed=17171), Cell("cola", 16, 3, seed=17171), Cell("sst2", 16, 3, seed=17171)]
+    return [*cells, Cell("rt", 8, 3, model="mpnet", seed=17171), Cell("rt", 16, 2, model="mpnet", seed=17171)]
+
+
 GROUPS = {
     "practical": practical,
     "rates": rates,
@@ -124,6 +130,7 @@ GROUPS = {
     "matrices": matrices,
     "matrices-b4": matrices_b4,
     "left-alone": left_alone,
+    "crowded": crowded,
 }
 COLUMNS = (
     "model", "data", "B", "dropout", "tensors", "batches", "load b/d", "R-1", "R-L", "exact %", "proven",

@@ -1,5 +1,6 @@
 """What an attacker knows before seeing any gradient: the frequent words of English, the mean of public images."""
 
+import string
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
@@ -27,6 +28,13 @@ def frequent_tokens(model: TextModel) -> list[int]:
             found.append(ids[0])
     # a vocabulary without whole words (characters, another language) still has tokens to guess
     return found or [i for i in range(model.vocabulary_size) if i not in model.special.ids][:50]
+
+
+def marks(model: TextModel) -> list[int]:
+    """Return the token ids of punctuation marks that are a single token inside a sentence."""
+    before = model.content(model.encode("a")[0])
+    found = [model.content(model.encode(f"a{mark}")[0])[len(before) :] for mark in string.punctuation]
+    return list(dict.fromkeys(ids[0] for ids in found if len(ids) == 1))
 
 
 def usual_places(model: TextModel) -> list[int]:

@@ -222,23 +222,18 @@ def descend(
         better = None
         # wrong tokens have the worst rows: the others are tried only where exchanging these does not help
         for part in (worst[:_WORST], worst[_WORST:]):
-            tried: list[tuple[int, ...]] = []
+            tried = []
             for position in part:
                 at = torch.where(near.positions == position)[0]
-                for token in near.tokens[at[far[at].argsort()[:_OPTIONS]]].tolist():
-                    inner = position < len(sentence) - 1
-                    if token == sentence[position]:
-                        continue
-                    if ending and token == ending[0]:
-                        tried.append((*sentence[:position], token))  # it ends here
-                    elif inner or not ending:
-                        tried.append((*sentence[:position], token, *sentence[position + 1 :]))
-                    else:  # it goes on: this token here, then the end
-                        tried.append((*sentence[:position], token, ending[0]))
+                tokens = near.tokens[at[far[at].argsort()[:_OPTIONS]]].tolist()
+                tried += exchanged(sentence, position, tokens, ending)
             tried = [one for one in dict.fromkeys(tried) if len(one) <= model.max_length]
             if not tried:
                 continue
             scores, values = misfit(model, second, tried)
+            short = torch.tensor([len(one) < len(sentence) for one in tried], device=values.device)
+            # of a sentence cut short few rows are left to be wrong: that says nothing unless all of them fit
+            values[short & (values >= 1)] = torch.inf
             best = int(values.argmin())
             if float(values[best]) < float(residuals.square().mean()) - _GAIN:
                 better = tried[best], scores[best, : len(tried[best])]
@@ -247,6 +242,32 @@ def descend(
             break
         sentence, residuals = better
     return sentence, residuals
+
+
+def exchanged(
+    sentence: tuple[int, ...], position: int, tokens: Sequence[int], ending: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return a sentence with each of other tokens at a position; one that ends sentences ends it there.
+
+    In the place of the end a token makes the sentence longer by one.
+
+    Args:
+        sentence: token ids.
+        position: in it.
+        tokens: to put there.
+        ending: the token that ends every sentence, if there is one.
+    """
+    found: list[tuple[int, ...]] = []
+    for token in tokens:
+        if token == sentence[position]:
+            continue
+        if token in ending:
+            found.append((*sentence[:position], token))
+        elif position < len(sentence) - 1 or not ending:
+            found.append((*sentence[:position], token, *sentence[position + 1 :]))
+        else:
+            found.append((*sentence[:position], token, *ending))
+    return found
 
 
 def own_distances(model: TextModel, second: Span, pairs: Pairs, sentence: tuple[int, ...]) -> Tensor:

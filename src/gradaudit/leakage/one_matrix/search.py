@@ -23,6 +23,7 @@ from gradaudit.leakage.one_matrix.word_rows import (
     rows_of,
     usual_rows,
 )
+from gradaudit.leakage.priors import frequent_tokens, marks
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
@@ -35,6 +36,9 @@ _ROWS = 32_768
 """Rows looked at in the first choice: bounds memory."""
 _TRIED, _SWAPPED = 48, 6
 """Words tried at a place among the words of a guess, beside the guess's own; and of these, for an exchange."""
+_USUAL = 64
+"""Frequent words that are tried at every place, beside marks: what they say is mostly about the words around, and among
+those of a first guess their rows are far from any (MiniLM, block 3, p: a full stop ranked 22,690th of 30,522)."""
 _TURNS = 40
 """Turns of mending a guess."""
 _WORST, _WIDE = 3, 1024
@@ -80,6 +84,7 @@ class SentenceSearch:
         self.first = int(signal.differences)  # place of the first row
         self.framing = framing_rows(model, signal, length)
         self.places = [p for p in range(length) if p not in framing_places(model, length)]
+        self.usual = torch.tensor([*marks(model), *frequent_tokens(model)[:_USUAL]], device=model.device)
         self.barred = torch.tensor(sorted(model.special.ids), device=model.device)
 
     def run(self, usual: UsualRows, starts: int, shorter: Fit | None = None) -> Fit:
@@ -176,7 +181,7 @@ class SentenceSearch:
         at = list(range(len(self.places)) if among is None else among)
         places = torch.tensor([self.places[p] for p in at], device=own.device)
         likely = _most(self._shares_of_all(shifts[at], own, (places - self.first).tolist()), many)
-        bag = torch.unique(torch.cat([now.tokens[self.places], self.bag]))
+        bag = torch.unique(torch.cat([now.tokens[self.places], self.bag, self.usual]))
         words = torch.cat([bag.expand(len(at), -1), likely], 1)
         return words, rows_among(self.model, self.signal, now.tokens, places, words)
 
