@@ -6,6 +6,7 @@ were made among any words. Among nearly right words the rows are nearly right, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ _TURNS = 40
 """Turns of mending a guess."""
 _WORST, _WIDE = 3, 1024
 """Places, those with the worst words, at which so many words are tried when nothing else helps."""
+_REARRANGED = 40_000
+"""Tokens of the rearranged sentences that are looked at: bounds time."""
 _REDRAWN = 0.3
 """Share of the places that are redrawn."""
 
@@ -168,6 +171,8 @@ class SentenceSearch:
             if best.apart > now.apart - FILLED:
                 best = self._best(self._neighbors(now, words, fits))
             if best.apart > now.apart - FILLED:
+                best = self._best(self._rearranged(now, own))
+            if best.apart > now.apart - FILLED:
                 best = self._widened(now, own, shifts)
             if best.apart > now.apart - FILLED:
                 break
@@ -187,11 +192,8 @@ class SentenceSearch:
 
     def _widened(self, now: Fit, own: Tensor, shifts: Tensor) -> Fit:
         """Try many words at the places whose words fit worst."""
-        fits = torch.stack(
-            [shares(self.signal, own[p - self.first], _without(own, p - self.first)) for p in self.places]
-        )
         found = [now.tokens]
-        for at in fits.argsort()[:_WORST].tolist():
+        for at in self._worst(own):
             words, rows = self._tried(now, own, shifts, _WIDE, [at])
             others = _without(own, self.places[at] - self.first)
             for word in words[0, _most(shares(self.signal, rows[0], others), _SWAPPED)]:
@@ -199,6 +201,26 @@ class SentenceSearch:
                 exchanged[self.places[at]] = word
                 found.append(exchanged)
         return self._best(found)
+
+    def _worst(self, own: Tensor) -> list[int]:
+        """Return which places' words fit worst beside the others."""
+        fits = [shares(self.signal, own[p - self.first], _without(own, p - self.first)) for p in self.places]
+        return torch.stack(fits).argsort()[:_WORST].tolist()
+
+    def _rearranged(self, now: Fit, own: Tensor) -> list[Tensor]:
+        """Return the guess with two neighboring parts swapped, or with a bad word left out and another put in."""
+        words = now.tokens[self.places].tolist()
+        count = len(words)
+        found = [
+            [*words[:a], *words[b:c], *words[a:b], *words[c:]]
+            for a, b, c in itertools.combinations(range(count + 1), 3)
+        ]
+        for at in self._worst(own):
+            rest = words[:at] + words[at + 1 :]
+            others = dict.fromkeys([*words, *self.usual.tolist()])
+            found += [[*rest[:to], word, *rest[to:]] for word in others for to in range(count) if to != at]
+        chosen = torch.randperm(len(found), generator=self.rng)[: max(1, _REARRANGED // self.length)]
+        return [framed(self.model, found[n]) for n in chosen.tolist()]
 
     def _shares_of_all(self, shifts: Tensor, own: Tensor, without: Sequence[int | None]) -> Tensor:
         found = self.words.shares(self.signal, shifts, own, without)
