@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 import gradaudit.leakage.one_matrix.batch as batch_file
+import gradaudit.leakage.one_matrix.search as search_file
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.one_matrix.search import FILLED, SentenceSearch
+from gradaudit.leakage.one_matrix.search import FILLED, Fit, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares, signal_of
-from gradaudit.leakage.one_matrix.word_rows import WordRows, rows_among, rows_of, word_rows
+from gradaudit.leakage.one_matrix.word_rows import WordRows, framed, rows_among, rows_of, word_rows
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import StoppedError
@@ -237,21 +238,67 @@ def test_another_sentence_is_far_from_the_space_and_a_wrong_word_is_seen(minilm)
     assert float(signal.apart(rows_of(minilm, signal, other.ids))[0]) > 1
 
 
-@pytest.mark.minilm
-def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
-    batch = sample_batch(minilm, 4, 1)
-    signal = signal_of(seen_of(minilm, batch, "2:f"))
+def a_search(model, batch: Batch, selection: str) -> SentenceSearch:
+    signal = signal_of(seen_of(model, batch, selection))
     assert signal is not None
     rng = stream(0, "attack")
     none = torch.zeros(0, dtype=torch.long)
-    search = SentenceSearch(minilm, signal, word_rows(minilm, signal, rng), batch.ids.shape[1], none, rng)
+    return SentenceSearch(model, signal, word_rows(model, signal, rng), batch.ids.shape[1], none, rng)
+
+
+def mended(search: SentenceSearch, guess: Tensor) -> list[int]:
+    """What comes of a guess that is not right, whose words' own rows tell what each place adds."""
+    places = torch.tensor(search.places)
+    words = guess[search.places]
+    rows = rows_among(search.model, search.signal, guess, places, words[:, None])[:, 0]
+    first = search._best([guess])
+    assert not first.whole
+    return search._mended(first, rows - search.words.rows[words]).tokens.tolist()
+
+
+@pytest.mark.minilm
+def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
+    batch = sample_batch(minilm, 4, 1)
     mixed = batch.ids[0].clone()
     mixed[1:-1] = mixed[1:-1].flip(0)
-    shifts = rows_among(minilm, signal, mixed, torch.tensor(search.places), mixed[search.places][:, None])[:, 0]
-    first = search._best([mixed])
-    assert not first.whole
-    found = search._mended(first, shifts - search.words.rows[mixed[search.places]])
-    assert found.tokens.tolist() == batch.ids[0].tolist()
+    assert mended(a_search(minilm, batch, "2:f"), mixed) == batch.ids[0].tolist()
+
+
+@pytest.mark.minilm
+def test_a_word_that_hardly_any_place_speaks_for_is_found_among_many(minilm, monkeypatch):
+    batch = sample_batch(minilm, 4, 1)
+    search, right = a_search(minilm, batch, "3:p"), batch.ids[0]
+    monkeypatch.setattr(search_file, "_TRIED", 1)
+    search.usual = right[:0]
+    wrong = right.clone()
+    wrong[2] = right[0]  # of no sentence: its own row says nothing of the place
+    assert mended(search, wrong) == right.tolist()
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("change", ["parts", "left out"])
+def test_neighboring_parts_are_swapped_and_a_word_left_out_is_put_in(minilm, monkeypatch, change: str):
+    batch = sample_batch(minilm, 4, 1)
+    search, right = a_search(minilm, batch, "2:f"), batch.ids[0].tolist()
+    inner = right[1:-1]
+    guess = [*inner[4:], *inner[:4]] if change == "parts" else [*inner[:3], *inner[4:-2], inner[1], *inner[-2:]]
+    monkeypatch.setattr(search_file, "_REARRANGED", 10**6)
+    monkeypatch.setattr(search_file, "_WORST", len(inner))
+    now = framed(minilm, guess)
+    found = [one.tolist() for one in search._rearranged(Fit(now, 1.0), rows_of(minilm, search.signal, now[None])[0])]
+    assert right in found
+    assert {len(one) for one in found} == {len(right)}
+    monkeypatch.setattr(search_file, "_REARRANGED", 10 * len(right))
+    assert len(search._rearranged(Fit(now, 1.0), rows_of(minilm, search.signal, now[None])[0])) == 10
+
+
+@pytest.mark.minilm
+def test_special_tokens_are_no_words(minilm):
+    search = a_search(minilm, sample_batch(minilm, 4, 1), "2:f")
+    count = len(search.places)
+    found = search._shares_of_all(torch.zeros(count, minilm.width), search.words.rows[:2], [None] * count)
+    assert bool((found[:, sorted(minilm.special.ids)] == -1).all())
+    assert float(found[:, 2000].min()) >= 0
 
 
 @pytest.mark.minilm
