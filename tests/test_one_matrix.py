@@ -238,12 +238,19 @@ def test_another_sentence_is_far_from_the_space_and_a_wrong_word_is_seen(minilm)
     assert float(signal.apart(rows_of(minilm, signal, other.ids))[0]) > 1
 
 
-def a_search(model, batch: Batch, selection: str) -> SentenceSearch:
-    signal = signal_of(seen_of(model, batch, selection))
+@pytest.fixture(scope="module")
+def sentence(minilm) -> Tensor:
+    return sample_batch(minilm, 4, 1).ids[0]
+
+
+@pytest.fixture(scope="module")
+def search(minilm, sentence) -> SentenceSearch:
+    """The search for that sentence in what enters block 2's feed-forward."""
+    signal = signal_of(seen_of(minilm, sample_batch(minilm, 4, 1), "2:f"))
     assert signal is not None
     rng = stream(0, "attack")
     none = torch.zeros(0, dtype=torch.long)
-    return SentenceSearch(model, signal, word_rows(model, signal, rng), batch.ids.shape[1], none, rng)
+    return SentenceSearch(minilm, signal, word_rows(minilm, signal, rng), len(sentence), none, rng)
 
 
 def mended(search: SentenceSearch, guess: Tensor) -> list[int]:
@@ -257,29 +264,31 @@ def mended(search: SentenceSearch, guess: Tensor) -> list[int]:
 
 
 @pytest.mark.minilm
-def test_a_guess_with_words_in_wrong_places_is_mended(minilm):
-    batch = sample_batch(minilm, 4, 1)
-    mixed = batch.ids[0].clone()
+def test_a_guess_with_words_in_wrong_places_is_mended(search, sentence):
+    mixed = sentence.clone()
     mixed[1:-1] = mixed[1:-1].flip(0)
-    assert mended(a_search(minilm, batch, "2:f"), mixed) == batch.ids[0].tolist()
+    assert mended(search, mixed) == sentence.tolist()
 
 
 @pytest.mark.minilm
-def test_a_word_that_hardly_any_place_speaks_for_is_found_among_many(minilm, monkeypatch):
-    batch = sample_batch(minilm, 4, 1)
-    search, right = a_search(minilm, batch, "3:p"), batch.ids[0]
+def test_a_word_that_hardly_any_place_speaks_for_is_found_among_many(search, sentence, monkeypatch):
     monkeypatch.setattr(search_file, "_TRIED", 1)
-    search.usual = right[:0]
-    wrong = right.clone()
-    wrong[2] = right[0]  # of no sentence: its own row says nothing of the place
-    assert mended(search, wrong) == right.tolist()
+    monkeypatch.setattr(search, "usual", sentence[:0])
+    word, rows = int(sentence[7]), search.words.rows.clone()
+    noise = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0))
+    rows[word] += 1.3 * rows[word].norm() * noise / noise.norm()  # among these words it is not what it is elsewhere
+    monkeypatch.setattr(search, "words", WordRows(rows, rows.square().sum(-1)))
+    wrong = sentence.clone()
+    wrong[7] = sentence[2]
+    assert mended(search, wrong) == sentence.tolist()
 
 
 @pytest.mark.minilm
 @pytest.mark.parametrize("change", ["parts", "left out"])
-def test_neighboring_parts_are_swapped_and_a_word_left_out_is_put_in(minilm, monkeypatch, change: str):
-    batch = sample_batch(minilm, 4, 1)
-    search, right = a_search(minilm, batch, "2:f"), batch.ids[0].tolist()
+def test_neighboring_parts_are_swapped_and_a_word_left_out_is_put_in(
+    minilm, search, sentence, monkeypatch, change: str
+):
+    right = sentence.tolist()
     inner = right[1:-1]
     guess = [*inner[4:], *inner[:4]] if change == "parts" else [*inner[:3], *inner[4:-2], inner[1], *inner[-2:]]
     monkeypatch.setattr(search_file, "_REARRANGED", 10**6)
@@ -293,8 +302,7 @@ def test_neighboring_parts_are_swapped_and_a_word_left_out_is_put_in(minilm, mon
 
 
 @pytest.mark.minilm
-def test_special_tokens_are_no_words(minilm):
-    search = a_search(minilm, sample_batch(minilm, 4, 1), "2:f")
+def test_special_tokens_are_no_words(minilm, search):
     count = len(search.places)
     found = search._shares_of_all(torch.zeros(count, minilm.width), search.words.rows[:2], [None] * count)
     assert bool((found[:, sorted(minilm.special.ids)] == -1).all())
