@@ -225,7 +225,10 @@ def descend(
             tried = []
             for position in part:
                 at = torch.where(near.positions == position)[0]
-                tokens = near.tokens[at[far[at].argsort()[:_OPTIONS]]].tolist()
+                fits = far[at]
+                if ending and position == len(sentence) - 1:  # it would go on: its end stands behind
+                    fits = own_distances(model, second, near.pick(at), (*sentence, *ending))
+                tokens = near.tokens[at[fits.argsort()[:_OPTIONS]]].tolist()
                 tried += exchanged(sentence, position, tokens, ending)
             tried = [one for one in dict.fromkeys(tried) if len(one) <= model.max_length]
             if not tried:
