@@ -18,9 +18,9 @@ from grid import OFF, PRACTICAL, Cell, made, options
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import Prepared, pick_device, prepare, private_batch
 from gradaudit.case import parse_case
-from gradaudit.leakage.decoding.assembly import take_out
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, look_harder
 from gradaudit.leakage.decoding.sentences import CLOSED, DecodedRows
+from gradaudit.leakage.decoding.taking_out import take_out
 from gradaudit.leakage.rowspace.deflation import matrices, remainder
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.machine import ready_process

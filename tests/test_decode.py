@@ -15,9 +15,10 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.errors import BadInputError, NotSupportedError
-from gradaudit.leakage.decoding.assembly import Solved, take_out
+from gradaudit.leakage.decoding.assembly import Solved
 from gradaudit.leakage.decoding.explain import Explained
 from gradaudit.leakage.decoding.sentences import DecodedRows
+from gradaudit.leakage.decoding.taking_out import take_out
 from gradaudit.leakage.rowspace.deflation import Remainder, matrices, remainder
 from gradaudit.leakage.rowspace.growth import Grown
 from gradaudit.models.spec import ModelSpec

@@ -10,8 +10,8 @@ import torch
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
-from gradaudit.leakage.decoding.assembly import take_out
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows
+from gradaudit.leakage.decoding.taking_out import take_out
 from gradaudit.leakage.rowspace.deflation import Remainder, matrices, remainder
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.transformers import TransformersModel

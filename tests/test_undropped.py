@@ -11,7 +11,7 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.errors import NotSupportedError
-from gradaudit.leakage.decoding.assembly import misfit
+from gradaudit.leakage.decoding.mending import misfit
 from gradaudit.leakage.decoding.pairs import candidate_pairs
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.leakage.uneven.undropped import _mended

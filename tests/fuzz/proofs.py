@@ -22,7 +22,7 @@ import tiny_models
 from fuzz.tables import rows, write_page
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
-from gradaudit.leakage.decoding.assembly import take_out
+from gradaudit.leakage.decoding.taking_out import take_out
 from gradaudit.leakage.rowspace.deflation import matrices, remainder
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import stream

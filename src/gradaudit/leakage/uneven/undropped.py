@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.assembly import copied, descend, different, misfit, place, propose
+from gradaudit.leakage.decoding.assembly import copied, different, place, propose
+from gradaudit.leakage.decoding.mending import descend, misfit
 from gradaudit.leakage.decoding.pairs import Pairs
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, whole_rows
 from gradaudit.leakage.rowspace.subspace import Span
@@ -123,7 +124,7 @@ def _found(
         for at in values.argsort().tolist()[:starts]:
             if any(_alike(proposals[at], one) for one in batch.sentences):
                 continue
-            sentence, rows = descend(model, span, placed, proposals[at])
+            sentence, rows = descend(model, span, placed.near, proposals[at])
             if float(rows.square().mean()) < _WORTH:
                 sentence, rows = _mended(model, span, pairs, sentence, rows)
             if (far := float(rows.square().mean())) >= 1:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gradaudit.leakage.decoding.assembly as assembly_file
+import gradaudit.leakage.decoding.mending as mending_file
 import tiny_models
 from gradaudit.client.client import Client
-from gradaudit.leakage.decoding.assembly import Placed, descend, misfit, own_distances
+from gradaudit.leakage.decoding.mending import descend, misfit, own_distances
 from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs
+from gradaudit.leakage.rowspace.deflation import matrices, remainder
 from gradaudit.leakage.rowspace.subspace import Span, span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -34,11 +37,6 @@ def given(minilm) -> tuple[list[tuple[int, ...]], Span, Pairs]:
     return [tuple(s) for s in batch.sequences()], second, candidate_pairs(minilm, first, 40)
 
 
-def placed(pairs: Pairs, near: Pairs) -> Placed:
-    size = len(pairs)
-    return Placed(pairs, near, torch.ones(size, dtype=torch.double), torch.zeros((size, size)).double(), size)
-
-
 def at(pairs: Pairs, position: int, token: int) -> torch.Tensor:
     return (pairs.positions == position) & (pairs.tokens == token)
 
@@ -56,12 +54,12 @@ def test_a_word_put_alone_into_a_sentence_has_the_row_that_it_has_in_it(minilm, 
             assert float(far[n]) == 1
 
 
-def test_a_word_that_sends_too_little_to_be_linked_is_still_tried(minilm, given):
+def test_a_word_is_exchanged_for_one_that_is_near(minilm, given):
     (sentence, _), second, near = given
     wrong = (*sentence[:3], sentence[5], *sentence[4:])
     linked = near.pick(~at(near, 3, sentence[3]))
-    assert descend(minilm, second, placed(linked, near), wrong)[0] == sentence
-    found, left = descend(minilm, second, placed(linked, linked), wrong)  # the control: where it is not near, it is not
+    assert descend(minilm, second, near, wrong)[0] == sentence
+    found, left = descend(minilm, second, linked, wrong)  # the control: where it is not near, it is not
     assert found != sentence
     assert float(left.square().mean()) > 1
 
@@ -74,12 +72,39 @@ def test_a_sentence_is_not_cut_short_for_the_few_rows_that_are_left_to_be_wrong(
     cuts = [(*wrong[:n], sentence[-1]) for n in range(1, len(wrong) - 1)]
     far = float(misfit(minilm, second, [wrong])[1])
     assert min(misfit(minilm, second, cuts)[1].tolist()) < far, "the shorter ones are no nearer: nothing is shown"
-    assert descend(minilm, second, placed(ends, ends), wrong)[0] == wrong
+    assert descend(minilm, second, ends, wrong)[0] == wrong
 
 
 def test_a_sentence_that_went_on_too_far_ends_where_it_fits(minilm, given):
     (sentence, _), second, near = given
     longer = (*sentence[:-1], sentence[4], sentence[-1])
-    assert descend(minilm, second, placed(near, near), longer)[0] == sentence
+    assert descend(minilm, second, near, longer)[0] == sentence
     shorter = (*sentence[:-2], sentence[-1])
-    assert descend(minilm, second, placed(near, near), shorter)[0] == sentence
+    assert descend(minilm, second, near, shorter)[0] == sentence
+
+
+def test_a_word_that_would_go_on_is_judged_with_the_end_behind_it(minilm, given, monkeypatch):
+    """Attention looks at the end: without it a right word's own row is off, and others come nearer."""
+    (sentence, _), second, near = given
+    last = len(sentence) - 2
+    others = torch.randperm(minilm.vocabulary_size, generator=torch.Generator().manual_seed(1))[:4000]
+    others = others[~torch.isin(others, torch.tensor(sorted(minilm.special.ids)))]
+    crowd = Pairs(torch.full_like(others, last), others, torch.zeros(len(others), minilm.width).double())
+    both = Pairs(*(torch.cat(parts) for parts in zip(vars(near).values(), vars(crowd).values(), strict=True)))
+    monkeypatch.setattr(mending_file, "_OPTIONS", 1)
+    assert descend(minilm, second, both, (*sentence[:last], sentence[-1]))[0] == sentence
+
+
+def test_words_that_send_too_little_to_be_linked_are_still_tried(minilm, monkeypatch):
+    monkeypatch.setattr(assembly_file, "_MOST", 0.6)
+    batch = sample_batch(minilm, 8, 2)
+    first, second = (tuple(s) for s in batch.sequences())
+    seen = tiny_models.seen_of(Client(minilm), batch, "0-2:q,k,v", Given(), 3)
+    left = matrices(seen, 3)
+    pairs = candidate_pairs(minilm, remainder(left, 1e-7).span(0), 40)
+    placed = assembly_file.place(minilm, remainder(left, 1e-7), remainder(left, 1e-7).span(0), pairs)
+    assert len(placed.pairs) < len(first) + len(second)
+    assert len(placed.near) == len(pairs)
+    solved, guesses, _ = assembly_file.solve(minilm, left, 1e-7, 2, 40)
+    assert {one.tokens for one in solved} == {first, second}
+    assert not guesses
