@@ -84,19 +84,25 @@ def test_a_sentence_that_went_on_too_far_ends_where_it_fits(minilm, given):
 
 
 def test_a_word_that_would_go_on_is_judged_with_the_end_behind_it(minilm, given, monkeypatch):
-    """Attention looks at the end: without it a right word's own row is off, and others come nearer."""
+    """Attention looks at the end: without it a right word's own row is off (on MPNet by half of its length)."""
     (sentence, _), second, near = given
     last = len(sentence) - 2
-    others = torch.randperm(minilm.vocabulary_size, generator=torch.Generator().manual_seed(1))[:4000]
-    others = others[~torch.isin(others, torch.tensor(sorted(minilm.special.ids)))]
-    crowd = Pairs(torch.full_like(others, last), others, torch.zeros(len(others), minilm.width).double())
-    both = Pairs(*(torch.cat(parts) for parts in zip(vars(near).values(), vars(crowd).values(), strict=True)))
-    monkeypatch.setattr(mending_file, "_OPTIONS", 1)
-    assert descend(minilm, second, both, (*sentence[:last], sentence[-1]))[0] == sentence
+    short, right = (*sentence[:last], sentence[-1]), near.pick(at(near, last, sentence[last]))
+    assert float(own_distances(minilm, second, right, short)) > 1e-3
+    assert float(own_distances(minilm, second, right, (*short, sentence[-1]))) < 1e-5
+    asked = []
+
+    def remembered(model, span, pairs, among):
+        asked.append((len(pairs.positions.unique()), among))
+        return own_distances(model, span, pairs, among)
+
+    monkeypatch.setattr(mending_file, "own_distances", remembered)
+    assert descend(minilm, second, near, short)[0] == sentence
+    assert (1, (*short, sentence[-1])) in asked
 
 
 def test_words_that_send_too_little_to_be_linked_are_still_tried(minilm, monkeypatch):
-    monkeypatch.setattr(assembly_file, "_MOST", 0.6)
+    monkeypatch.setattr(assembly_file, "_MOST", 0.7)
     batch = sample_batch(minilm, 8, 2)
     first, second = (tuple(s) for s in batch.sequences())
     seen = tiny_models.seen_of(Client(minilm), batch, "0-2:q,k,v", Given(), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 import pytest
@@ -270,17 +271,38 @@ def test_a_guess_with_words_in_wrong_places_is_mended(search, sentence):
     assert mended(search, mixed) == sentence.tolist()
 
 
-@pytest.mark.minilm
-def test_a_word_that_hardly_any_place_speaks_for_is_found_among_many(search, sentence, monkeypatch):
+@pytest.fixture
+def misled(search, sentence, monkeypatch) -> Tensor:
+    """A guess with one wrong word; the right one is not what it is elsewhere, and few words are tried at a place."""
     monkeypatch.setattr(search_file, "_TRIED", 1)
-    monkeypatch.setattr(search, "usual", sentence[:0])
     word, rows = int(sentence[7]), search.words.rows.clone()
     noise = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0))
-    rows[word] += 1.3 * rows[word].norm() * noise / noise.norm()  # among these words it is not what it is elsewhere
+    rows[word] += 1.3 * rows[word].norm() * noise / noise.norm()
     monkeypatch.setattr(search, "words", WordRows(rows, rows.square().sum(-1)))
     wrong = sentence.clone()
     wrong[7] = sentence[2]
-    assert mended(search, wrong) == sentence.tolist()
+    return wrong
+
+
+@pytest.mark.minilm
+def test_a_word_that_hardly_any_place_speaks_for_is_found_among_many(search, sentence, misled, monkeypatch):
+    monkeypatch.setattr(search, "usual", sentence[:0])
+    assert mended(search, misled) == sentence.tolist()
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("usual", [True, False])
+def test_a_usual_word_is_tried_everywhere(search, sentence, misled, monkeypatch, usual: bool):
+    monkeypatch.setattr(search_file, "_WIDE", 1)
+    monkeypatch.setattr(search, "usual", sentence[7:8] if usual else sentence[:0])
+    assert (mended(search, misled) == sentence.tolist()) is usual
+
+
+@pytest.mark.minilm
+def test_usual_words_are_frequent_ones_and_marks(minilm, search):
+    said = [minilm.decode([int(token)]) for token in search.usual]
+    assert {"the", "of", ".", ",", "?", "'"} <= set(said)
+    assert {one for one in said if not one.isalpha()} <= set(string.punctuation)
 
 
 @pytest.mark.minilm
@@ -299,6 +321,18 @@ def test_neighboring_parts_are_swapped_and_a_word_left_out_is_put_in(
     assert {len(one) for one in found} == {len(right)}
     monkeypatch.setattr(search_file, "_REARRANGED", 10 * len(right))
     assert len(search._rearranged(Fit(now, 1.0), rows_of(minilm, search.signal, now[None])[0])) == 10
+
+
+@pytest.mark.minilm
+def test_a_guess_that_nothing_else_betters_has_its_parts_swapped(search, sentence, monkeypatch):
+    swapped = torch.cat([sentence[:1], sentence[9:-1], sentence[1:9], sentence[-1:]])
+    monkeypatch.setattr(search_file, "_REARRANGED", 10**6)
+    monkeypatch.setattr(search, "usual", sentence[:0])
+    monkeypatch.setattr(search, "_pick", lambda *_: swapped)
+    monkeypatch.setattr(search, "_others_kept", lambda *_: swapped)
+    monkeypatch.setattr(search, "_neighbors", lambda *_: [swapped])
+    monkeypatch.setattr(search, "_widened", lambda now, *_: now)
+    assert mended(search, swapped) == sentence.tolist()
 
 
 @pytest.mark.minilm
