@@ -1,12 +1,12 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-b4 left-alone
+        matrices matrices-p matrices-b4 left-alone crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
-unseen (another draw), matrices and matrices-b4 (any one matrix, a draw of its own), left-alone (what a defense leaves
-alone). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+unseen (another draw), matrices, matrices-p and matrices-b4 (any one matrix, draws of their own), left-alone (what a
+defense leaves alone), crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -100,7 +100,12 @@ def unseen() -> list[Cell]:
 
 def matrices() -> list[Cell]:
     """Any one matrix, dropout off, one sentence: every block and role, a draw that nothing was developed on."""
-    return [Cell("cola", 1, 16, OFF, tensors=f"{block}:{role}", seed=17171) for block in range(6) for role in ROLES]
+    return [Cell("cola", 1, 16, OFF, tensors=f"{block}:{role}", seed=16161) for block in range(6) for role in ROLES]
+
+
+def matrices_p() -> list[Cell]:
+    """The matrix that is hardest to read, in every block but the last, on a draw that came after `matrices`."""
+    return [Cell("cola", 1, 16, OFF, tensors=f"{block}:p", seed=17171) for block in range(5)]
 
 
 def matrices_b4() -> list[Cell]:
@@ -128,6 +133,7 @@ GROUPS = {
     "partial": partial,
     "unseen": unseen,
     "matrices": matrices,
+    "matrices-p": matrices_p,
     "matrices-b4": matrices_b4,
     "left-alone": left_alone,
     "crowded": crowded,
