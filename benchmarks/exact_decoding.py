@@ -1,12 +1,12 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-p matrices-b4 left-alone crowded
+        matrices matrices-p matrices-o matrices-mpnet matrices-b4 left-alone crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
-unseen (another draw), matrices, matrices-p and matrices-b4 (any one matrix, draws of their own), left-alone (what a
-defense leaves alone), crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on
+unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
+own), left-alone (what a defense leaves alone), crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on
 there) and hold no text. Failures count 0.
 """
 
@@ -109,6 +109,16 @@ def matrices_p() -> list[Cell]:
     return [Cell("cola", 1, 16, OFF, tensors=f"{block}:p", seed=17171) for block in range(5)]
 
 
+def matrices_o() -> list[Cell]:
+    """The attention's output matrix, by the values of its heads, on a draw that came after `matrices`."""
+    return [Cell("cola", 1, 16, OFF, tensors=f"{block}:o", seed=18181) for block in range(5)]
+
+
+def matrices_mpnet() -> list[Cell]:
+    """Any one matrix of a model of the papers' size."""
+    return [Cell("cola", 1, 4, OFF, "mpnet", f"{block}:{role}", seed=18181) for block in range(12) for role in ROLES]
+
+
 def matrices_b4() -> list[Cell]:
     """Any one matrix of the first three blocks, dropout off, four sentences."""
     return [Cell("cola", 4, 4, OFF, tensors=f"{block}:{role}", seed=16161) for block in range(3) for role in ROLES]
@@ -135,6 +145,8 @@ GROUPS = {
     "unseen": unseen,
     "matrices": matrices,
     "matrices-p": matrices_p,
+    "matrices-o": matrices_o,
+    "matrices-mpnet": matrices_mpnet,
     "matrices-b4": matrices_b4,
     "left-alone": left_alone,
     "crowded": crowded,

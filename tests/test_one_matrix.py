@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ ENCODERS = ("bert", "roberta", "mpnet", "distilbert", "electra")
 
 def space(rank: int, width: int = 20, seed: int = 0, differences: bool = False) -> Signal:
     drawn = torch.randn(width, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
-    return Signal(1, "q", torch.linalg.qr(drawn)[0], differences)
+    return Signal(1, "q", torch.linalg.qr(drawn)[0][None], differences)
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -44,22 +45,22 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 def test_rows_that_span_the_space_are_not_apart_from_it_and_others_are():
     signal = space(4)
-    inside = drawn(4, 4) @ signal.basis.T
+    inside = drawn(4, 4) @ signal.basis[0].T
     assert float(signal.apart(inside)) == pytest.approx(0, abs=1e-6)
     assert float(signal.apart(inside[:2])) == pytest.approx(0, abs=1e-6)  # a part of a batch
-    off = drawn(4, 20) - drawn(4, 20) @ signal.basis @ signal.basis.T
+    off = drawn(4, 20) - drawn(4, 20) @ signal.basis[0] @ signal.basis[0].T
     assert float(signal.apart(off)) == pytest.approx(4, abs=1e-6)
 
 
 def test_being_apart_is_the_sum_of_the_squared_sines_of_the_angles_between_the_spaces():
     signal, rows = space(4), drawn(4, 20)
-    cosines = torch.linalg.svdvals(torch.linalg.qr(rows.T)[0].T @ signal.basis)
+    cosines = torch.linalg.svdvals(torch.linalg.qr(rows.T)[0].T @ signal.basis[0])
     assert float(signal.apart(rows)) == pytest.approx(float((1 - cosines.square()).sum()), rel=1e-5)
 
 
 def test_a_word_said_everywhere_fills_one_direction():
     signal = space(4)
-    row = drawn(1, 4) @ signal.basis.T
+    row = drawn(1, 4) @ signal.basis[0].T
     assert float(signal.apart(row.expand(4, -1))) == pytest.approx(3, abs=1e-3)
 
 
@@ -67,7 +68,7 @@ def test_a_share_is_that_of_the_part_beside_the_chosen_rows():
     signal, chosen, rows = space(4), drawn(3, 20, seed=2), drawn(7, 20, seed=3)
     away = torch.eye(20, dtype=torch.double) - chosen.T @ torch.linalg.pinv(chosen.T)
     new = rows @ away
-    wanted = (new @ signal.basis).square().sum(1) / new.square().sum(1)
+    wanted = (new @ signal.basis[0]).square().sum(1) / new.square().sum(1)
     assert torch.allclose(shares(signal, rows, chosen), wanted)
     assert torch.allclose(Remaining(signal, rows, chosen).share, wanted)
 
@@ -89,9 +90,62 @@ def test_shares_of_all_words_are_those_of_their_moved_rows():
     assert torch.allclose(found[2], shares(signal, rows + shifts[2], own[:4]))
 
 
+# a row's parts, each in a space of its own
+
+
+def parted(rank: int) -> tuple[Signal, list[Signal]]:
+    """A space of rows of three parts, eight wide, and that of each part alone."""
+    each = [space(rank, 8, seed) for seed in range(3)]
+    return Signal(1, "o", torch.cat([one.basis for one in each]), differences=False, heads=torch.arange(3)), each
+
+
+def part(rows: Tensor, number: int) -> Tensor:
+    return rows[..., 8 * number : 8 * number + 8]
+
+
+def test_rows_of_several_parts_are_apart_by_the_mean_over_their_parts():
+    signal, each = parted(3)
+    rows = drawn(2, 3, 24)
+    wanted = sum(one.apart(part(rows, number)) for number, one in enumerate(each)) / 3
+    assert torch.allclose(signal.apart(rows), wanted)
+    inside = torch.cat([drawn(3, 3, seed=number) @ one.basis[0].T for number, one in enumerate(each)], 1)
+    assert float(signal.apart(inside)) == pytest.approx(0, abs=1e-6)
+    assert torch.allclose(signal.within(inside), torch.ones(3, dtype=torch.double))
+
+
+def test_shares_of_several_parts_count_each_by_its_own_rows():
+    signal, _ = parted(3)
+    chosen, rows, shifts = drawn(2, 24, seed=2), drawn(7, 24, seed=3), drawn(2, 24, seed=4)
+    new = torch.zeros_like(rows)
+    for number in range(3):
+        mine = part(chosen, number)
+        part(new, number).copy_(part(rows, number) @ (torch.eye(8).double() - mine.T @ torch.linalg.pinv(mine.T)))
+    wanted = signal.within(new)
+    assert torch.allclose(shares(signal, rows, chosen), wanted)
+    remaining = Remaining(signal, rows, chosen[:1])
+    remaining.choose(chosen[1])
+    assert torch.allclose(remaining.share, wanted)
+    found = WordRows(rows, rows.square().sum(1)).shares(signal, shifts, chosen, [None, 1])
+    assert torch.allclose(found[0], shares(signal, rows + shifts[0], chosen))
+    assert torch.allclose(found[1], shares(signal, rows + shifts[1], chosen[:1]))
+
+
+def test_a_sentence_is_taken_out_of_each_part():
+    signal, each = parted(3)
+    mine, other = drawn(2, 9), drawn(1, 9, seed=5)
+
+    def inside(numbers: Tensor) -> Tensor:
+        return torch.cat([numbers[:, 3 * n : 3 * n + 3] @ one.basis[0].T for n, one in enumerate(each)], 1)
+
+    left = signal.without(inside(mine))
+    assert left.rank == 1
+    assert float(left.apart(left.seen(inside(other)))) == pytest.approx(0, abs=1e-6)
+    assert float(left.seen(inside(mine)).norm()) < 1e-9
+
+
 def test_a_sentence_that_is_taken_out_leaves_the_others():
     signal = space(5)
-    mine, other = drawn(2, 5) @ signal.basis.T, drawn(3, 5, seed=9) @ signal.basis.T
+    mine, other = drawn(2, 5) @ signal.basis[0].T, drawn(3, 5, seed=9) @ signal.basis[0].T
     left = signal.without(mine)
     assert left.rank == 3
     assert float(left.apart(left.seen(other))) == pytest.approx(0, abs=1e-6)
@@ -109,7 +163,7 @@ def test_a_sentence_that_is_taken_out_leaves_the_others():
 def test_the_words_of_a_sentence_tried_in_it_give_its_own_rows(load, family: str, key, differences: bool):
     model = load(family)
     ids = torch.tensor([model.tokens("the cat sat on a mat")[:7]])
-    signal = Signal(*key, torch.eye(4), differences)
+    signal = Signal(*key, torch.eye(4)[None], differences)
     places = torch.arange(1, ids.shape[1])
     tried = torch.stack([ids[0, 1:], ids[0, 1:].flip(0)], 1)
     rows = rows_among(model, signal, ids[0], places, tried)
@@ -123,7 +177,7 @@ def test_the_words_of_a_sentence_tried_in_it_give_its_own_rows(load, family: str
 def test_in_block_0_a_word_that_is_tried_gives_the_row_it_would_have_there(load, family: str):
     model = load(family)
     ids = torch.tensor(model.tokens("the cat sat on a mat")[:7])
-    signal = Signal(0, "f", torch.eye(4), differences=False)
+    signal = Signal(0, "f", torch.eye(4)[None], differences=False)
     word = int(ids[4])
     rows = rows_among(model, signal, ids, torch.tensor([2]), torch.tensor([[word]]))
     there = ids.clone()
@@ -149,7 +203,7 @@ def read(seen: Observation) -> Reconstruction:
 
 
 @pytest.mark.minilm
-@pytest.mark.parametrize("selection", ["0:k", "1:q", "2:k", "0:f", "3:f", "1:p", "1:k,v"])
+@pytest.mark.parametrize("selection", ["0:k", "1:q", "2:k", "0:f", "3:f", "1:p", "1:k,v", "0:o", "1:o"])
 def test_one_matrix_gives_the_sentence_and_proves_it(minilm, selection: str):
     batch = sample_batch(minilm, 4, 1)
     found = read(seen_of(minilm, batch, selection))
@@ -336,6 +390,54 @@ def test_a_guess_that_nothing_else_betters_has_its_parts_swapped(search, sentenc
 
 
 @pytest.mark.minilm
+def test_a_sentence_of_one_word_has_nothing_to_rearrange_and_is_looked_for(minilm, search):
+    short = SentenceSearch(minilm, search.signal, search.words, 3, torch.tensor([2000]), search.rng)
+    assert len(mended(short, framed(minilm, [2001]))) == 3
+
+
+@pytest.mark.minilm
+def test_attention_output_holds_the_values_of_each_head(minilm):
+    batch = sample_batch(minilm, 4, 1)
+    signal = signal_of(seen_of(minilm, batch, "1:o"))
+    assert signal is not None
+    assert signal.heads is not None
+    assert signal.rank == batch.tokens
+    values = minilm.project(1, "v", minilm.attention_inputs(1, batch.ids)[0])[:, signal.heads].flatten(1)
+    assert torch.allclose(rows_of(minilm, signal, batch.ids)[0], values)
+    assert float((1 - signal.within(values.double())).max()) < 1e-6
+    assert float(signal.apart(values)) < FILLED / 100
+    wrong = batch.ids.clone()
+    wrong[0, 3] = 1998 if int(wrong[0, 3]) != 1998 else 2030
+    assert float(signal.apart(rows_of(minilm, signal, wrong))[0]) > 10 * FILLED
+
+
+@pytest.mark.minilm
+def test_a_head_that_looks_past_tokens_is_left_out(minilm):
+    batch = sample_batch(minilm, 4, 1)
+    seen = seen_of(minilm, batch, "1:o")
+    whole = signal_of(seen)
+    assert whole is not None
+    assert whole.heads is not None
+    (name, sent), width = next(iter(seen.tensors.items())), minilm.head_width
+    sent = sent.clone()
+    dull = sent[:, 5 * width : 6 * width]
+    left, _, right = torch.linalg.svd(dull.double(), full_matrices=False)
+    dull.copy_((left[:, :3] @ right[:3]).float() * dull.norm())  # a head of three directions
+    signal = signal_of(replace(seen, tensors={**seen.tensors, name: sent}))
+    assert signal is not None
+    assert signal.heads is not None
+    assert signal.rank == whole.rank
+    assert set(signal.heads.tolist()) == set(whole.heads.tolist()) - {5}
+
+
+@pytest.mark.minilm
+def test_more_tokens_than_a_head_is_wide_leave_nothing_to_read_in_attention_output(minilm):
+    batch = make_batch(minilm, ["the cat sat on the mat and " * 6], [1])
+    assert batch.tokens > minilm.head_width
+    assert signal_of(seen_of(minilm, batch, "1:o")) is None
+
+
+@pytest.mark.minilm
 def test_special_tokens_are_no_words(minilm, search):
     count = len(search.places)
     found = search._shares_of_all(torch.zeros(count, minilm.width), search.words.rows[:2], [None] * count)
@@ -349,7 +451,7 @@ def test_a_defense_that_leaves_a_matrix_alone_leaves_the_sentence_and_no_proof(m
     found = read(seen_of(minilm, batch, "all", defenses=(build("defense", "aegis", {}),)))
     assert found.sequences == tuple(map(tuple, batch.sequences()))
     assert found.certificates == ("likely",)
-    assert found.notes[0] == "read from block 0's p alone"
+    assert found.notes[0] == "read from block 0's o alone"
 
 
 @pytest.mark.minilm
@@ -377,4 +479,4 @@ def test_matrices_that_read_the_same_are_read_together_and_the_first_block_comes
     signal = signal_of(seen_of(model, batch, "1:k 0:p"))
     assert signal is not None
     assert (signal.keys, signal.differences) == ([(1, "k")], True)
-    assert signal_of(seen_of(model, batch, "0:o embeddings")) is None
+    assert signal_of(seen_of(model, batch, "embeddings")) is None

@@ -414,9 +414,14 @@ class TransformersModel(Model):
         bias = self._parameters.get(base + "bias")
         if bias is not None:
             out = out + (bias if view.rows is None else bias[view.rows[0] : view.rows[1]]).to(rows)
+        return out.view(len(rows), -1, self.head_width)
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
         config = self.module.config
-        size = getattr(config, "head_dim", None) or self.width // int(config.num_attention_heads)
-        return out.view(len(rows), -1, size)
+        size: int = getattr(config, "head_dim", None) or self.width // int(config.num_attention_heads)
+        return size
 
     # text
 

@@ -148,7 +148,7 @@ def own_distances(model: TextModel, second: Span, pairs: Pairs, sentence: tuple[
     if not there:
         return far
     words = pad_sequence([pairs.tokens[at] for at in there], batch_first=True)
-    signal = Signal(second.layer, "q", second.basis, differences=False)  # q, k and v read the same
+    signal = Signal(second.layer, "q", second.basis[None], differences=False)  # q, k and v read the same
     rows = rows_among(model, signal, torch.tensor(sentence, device=far.device), places, words)
     for at, some in zip(there, rows, strict=True):
         far[at] = second.residual(some[: len(at)]).to(far)

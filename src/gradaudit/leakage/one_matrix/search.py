@@ -166,12 +166,12 @@ class SentenceSearch:
             words, rows = self._tried(now, own, shifts, _TRIED)
             shifts = (rows - self.words.rows[words]).mean(1)
             picked = self._pick(words, rows, own[self.framing])
-            fits = [self._shares(own, rows), self._inside(rows)]
+            fits = [self._shares(own, rows), self.signal.within(rows)]  # the latter as if the words around were right
             best = self._best([picked, *(self._others_kept(now, words, fit) for fit in fits)])
             if best.apart > now.apart - FILLED:
                 best = self._best(self._neighbors(now, words, fits))
             if best.apart > now.apart - FILLED:
-                best = self._best(self._rearranged(now, own))
+                best = self._best([now.tokens, *self._rearranged(now, own)])  # a single word has no other place
             if best.apart > now.apart - FILLED:
                 best = self._widened(now, own, shifts)
             if best.apart > now.apart - FILLED:
@@ -231,11 +231,6 @@ class SentenceSearch:
         """Return [P, K], what each tried word would fill beside the guess's other words."""
         others = [_without(own, place - self.first) for place in self.places]
         return torch.stack([shares(self.signal, row, other) for row, other in zip(rows, others, strict=True)])
-
-    def _inside(self, rows: Tensor) -> Tensor:
-        """Return [P, K], which share of each row lies in the space: all of it where the words around are right."""
-        basis = self.signal.basis.to(rows.dtype)
-        return (rows @ basis).square().sum(-1) / rows.square().sum(-1)
 
     def _others_kept(self, now: Fit, words: Tensor, fits: Tensor) -> Tensor:
         """Return the guess with the best word at each place, as if the others were right."""

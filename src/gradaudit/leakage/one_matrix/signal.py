@@ -2,6 +2,10 @@
 
 A wrong word repeated at many places lies near the space at each of them. So rows are judged together: those of the
 right sentence are as many as the space has directions, and span it.
+
+The attention's output matrix reads values that attention has mixed, and a word's own row is not in that space. But a
+head mixes its own values alone: what its columns of the gradient span is what the head's values span, as long as there
+are fewer tokens than the head is wide. So its rows are the words' values, judged head by head.
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.subspace import span
+from gradaudit.leakage.rowspace.subspace import gap_rank, span
 from gradaudit.models.base import TextModel
 from gradaudit.types import Observation
 
 _RIDGE = 1e-9
 """Added to the Gram matrix of unit rows, so that rows that are all but the same fill one direction, not two."""
+_AGREEING = 4
+"""One head in so many has a direction for every token, the least. Of MiniLM's twelve nine or more have (blocks 0 to 4,
+7 to 14 tokens, in development); one of block 0 looks past some tokens."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +34,18 @@ class Signal:
     Args:
         layer: block.
         roles: of the matrices.
-        basis: [d, r] orthonormal columns, float64.
+        basis: [h, w, r] orthonormal columns, float64: of one part, the whole row, or of a row's values head by head.
         differences: only differences of a sentence's rows are in it. The scores of a query change by nothing where all
             keys are moved alike, so that a key matrix's slopes of a sentence add up to zero.
-        taken: [d, t] orthonormal directions of sentences that were taken out; None for none.
+        heads: [h] numbers of the heads whose values are in it; None where what enters the matrix itself is.
+        taken: [h, w, t] orthonormal directions of sentences that were taken out; None for none.
     """
 
     layer: int
     roles: str
     basis: Tensor
     differences: bool
+    heads: Tensor | None = None
     taken: Tensor | None = None
 
     @property
@@ -46,44 +55,59 @@ class Signal:
 
     @property
     def rank(self) -> int:
-        """Directions of the space."""
-        return self.basis.shape[1]
+        """Directions of the space, of each part."""
+        return self.basis.shape[2]
+
+    def parts(self, rows: Tensor) -> Tensor:
+        """Return rows [..., h w] by part, [h, ..., w]."""
+        return rows.view(*rows.shape[:-1], *self.basis.shape[:2]).movedim(-2, 0)
 
     def apart(self, rows: Tensor) -> Tensor:
         """Return by how many directions the space and that of some rows differ, [...]; 0 where one holds the other.
 
-        It is the dimension of the smaller one, minus the squared cosines of the angles between the two.
+        It is the dimension of the smaller one, minus the squared cosines of the angles between the two; of several
+        parts their mean.
 
         Args:
-            rows: [..., m, d], of any length.
+            rows: [..., m, h w], of any length.
         """
-        unit = F.normalize(rows.double(), dim=-1)
-        inside = unit @ self.basis
+        unit = F.normalize(self.parts(rows).double(), dim=-1)
+        inside = unit @ self.basis.view(len(self.basis), *(1,) * (unit.dim() - 3), *self.basis.shape[1:])
         gram = unit @ unit.mT + _RIDGE * torch.eye(unit.shape[-2], dtype=unit.dtype, device=unit.device)
         shared = torch.cholesky_solve(inside, torch.linalg.cholesky(gram))
-        left: Tensor = min(self.rank, unit.shape[-2]) - (inside * shared).sum((-2, -1))
+        left: Tensor = min(self.rank, unit.shape[-2]) - (inside * shared).sum((-2, -1)).mean(0)
         return left
 
+    def within(self, rows: Tensor) -> Tensor:
+        """Return which share of each row [..., h w] lies in the space, 0 to 1, [...]."""
+        found: Tensor = (flat(self, rows) @ self.basis.to(rows.dtype)).square().sum((0, -1)).view(rows.shape[:-1])
+        return found / rows.square().sum(-1)
+
     def seen(self, rows: Tensor) -> Tensor:
-        """Return what counts of sentences' rows [..., n, d]: differences, and what was not taken out."""
+        """Return what counts of sentences' rows [..., n, h w]: differences, and what was not taken out."""
         if self.differences:
             rows = rows[..., 1:, :] - rows[..., :1, :]
         return self.beside(rows)
 
     def beside(self, rows: Tensor) -> Tensor:
-        """Return the part of rows [..., d] that is orthogonal to sentences that were taken out."""
+        """Return the part of rows [..., h w] that is orthogonal to sentences that were taken out."""
         if self.taken is None:
             return rows
-        taken = self.taken.to(rows.dtype)
-        return rows - (rows @ taken) @ taken.mT
+        taken, parts = self.taken.to(rows.dtype), flat(self, rows)
+        return (parts - (parts @ taken) @ taken.mT).movedim(0, -2).reshape(rows.shape)
 
     def without(self, rows: Tensor) -> Signal:
-        """Return the space beside the rows [m, d] of a sentence that lies in it."""
-        own = torch.linalg.qr(rows.double().mT)[0]
-        taken = own if self.taken is None else torch.cat([self.taken, own], 1)
+        """Return the space beside the rows [m, h w] of a sentence that lies in it."""
+        own = torch.linalg.qr(self.parts(rows).double().mT)[0]
+        taken = own if self.taken is None else torch.cat([self.taken, own], 2)
         left = self.basis - own @ (own.mT @ self.basis)
-        basis = torch.linalg.svd(left, full_matrices=False)[0][:, : max(self.rank - own.shape[1], 0)]
+        basis = torch.linalg.svd(left, full_matrices=False)[0][..., : max(self.rank - own.shape[2], 0)]
         return replace(self, basis=basis.contiguous(), taken=taken)
+
+
+def flat(signal: Signal, rows: Tensor) -> Tensor:
+    """Return rows [..., h w] by part, all in one line, [h, N, w]."""
+    return signal.parts(rows.reshape(-1, rows.shape[-1]))
 
 
 def shares(signal: Signal, rows: Tensor, chosen: Tensor) -> Tensor:
@@ -96,12 +120,12 @@ def shares(signal: Signal, rows: Tensor, chosen: Tensor) -> Tensor:
         rows: [..., d] candidates.
         chosen: [m, d] rows that are there already.
     """
-    directions = torch.linalg.qr(chosen.mT)[0]
-    basis = signal.basis.to(rows.dtype)
-    along = rows @ directions
-    inside = rows @ basis - along @ (directions.mT @ basis)
-    share: Tensor = inside.square().sum(-1) / added(rows.square().sum(-1), along.square().sum(-1))
-    return share
+    directions = torch.linalg.qr(signal.parts(chosen).mT)[0]
+    basis, parts = signal.basis.to(rows.dtype), flat(signal, rows)
+    along = parts @ directions
+    inside = parts @ basis - along @ (directions.mT @ basis)
+    share: Tensor = inside.square().sum((0, -1)) / added(parts.square().sum((0, -1)), along.square().sum((0, -1)))
+    return share.view(rows.shape[:-1])
 
 
 class Remaining:
@@ -114,28 +138,29 @@ class Remaining:
     """
 
     def __init__(self, signal: Signal, rows: Tensor, chosen: Tensor) -> None:
-        self._rows, self._basis = rows, signal.basis.to(rows.dtype)
-        self._directions = torch.linalg.qr(chosen.mT)[0].mT
-        along = rows @ self._directions.mT
-        self._inside = rows @ self._basis - along @ (self._directions @ self._basis)
-        self._whole = rows.square().sum(-1)
-        self._along = along.square().sum(-1)
+        self._signal, self._shape = signal, rows.shape[:-1]
+        self._rows, self._basis = flat(signal, rows), signal.basis.to(rows.dtype)
+        self._directions = torch.linalg.qr(signal.parts(chosen).mT)[0].mT
+        along = self._rows @ self._directions.mT
+        self._inside = self._rows @ self._basis - along @ (self._directions @ self._basis)
+        self._whole = self._rows.square().sum((0, -1))
+        self._along = along.square().sum((0, -1))
 
     def choose(self, row: Tensor) -> None:
-        """Take a row [d] into those chosen."""
-        unit = F.normalize(row, dim=-1)
+        """Take a row [h w] into those chosen."""
+        unit = F.normalize(self._signal.parts(row[None]), dim=-1)
         for _ in range(2):  # once is not orthogonal to rounding
-            unit = F.normalize(unit - (self._directions @ unit) @ self._directions, dim=-1)
-        self._directions = torch.cat([self._directions, unit[None]])
-        along = self._rows @ unit
-        self._inside -= along[..., None] * (unit @ self._basis)
-        self._along += along.square()
+            unit = F.normalize(unit - (unit @ self._directions.mT) @ self._directions, dim=-1)
+        self._directions = torch.cat([self._directions, unit], 1)
+        along = self._rows @ unit.mT
+        self._inside -= along * (unit @ self._basis)
+        self._along += along.square().sum((0, -1))
 
     @property
     def share(self) -> Tensor:
         """[...] of each candidate, the share of its new part that lies in the space, 0 to 1."""
-        share: Tensor = self._inside.square().sum(-1) / added(self._whole, self._along)
-        return share
+        share: Tensor = self._inside.square().sum((0, -1)) / added(self._whole, self._along)
+        return share.view(self._shape)
 
 
 def added(whole: Tensor, along: Tensor) -> Tensor:
@@ -147,17 +172,43 @@ def signal_of(seen: Observation) -> Signal | None:
     """Return what the most telling of the shared matrices says; None where none holds rows of more than one token.
 
     The first block's tell most, for their rows depend least on the words around. In a block, q and v read the same and
-    come first, then the feed-forward's first matrix; keys lack a direction; the feed-forward's second matrix, whose
-    input is far from the words, is the last choice.
+    come first, then the feed-forward's first matrix; keys lack a direction; then the attention's output; the
+    feed-forward's second matrix, whose input is far from the words, is the last choice.
 
     Args:
         seen: one gradient.
     """
     model: TextModel = seen.model
-    for roles in ("qkv", "f", "p"):
+    for roles in ("qkv", "f", "o", "p"):
         for layer in range(model.depth):
-            found = span(seen, layer, roles)
-            if found is not None and 1 < found.rank < found.basis.shape[0]:
-                differences = found.roles == ("k",) and model.absolute_positions
-                return Signal(layer, "".join(found.roles), found.basis, differences)
+            found = _values(seen, layer) if roles == "o" else _inputs(seen, layer, roles)
+            if found is not None and 1 < found.rank < found.basis.shape[1]:
+                return found
     return None
+
+
+def _inputs(seen: Observation, layer: int, roles: str) -> Signal | None:
+    """Return the space of what enters a matrix."""
+    found = span(seen, layer, roles)
+    if found is None:
+        return None
+    differences = found.roles == ("k",) and seen.model.absolute_positions
+    return Signal(layer, "".join(found.roles), found.basis[None], differences)
+
+
+def _values(seen: Observation, layer: int) -> Signal | None:
+    """Return the spaces of the values that enter an attention's output matrix, head by head.
+
+    A head that looks past some tokens has fewer directions than there are tokens, and is left out.
+    """
+    sent = [g.detach().double() for g in seen.role(layer, "o") if bool(g.any())]
+    if not sent:
+        return None
+    width = seen.model.head_width
+    columns = sent[0].view(len(sent[0]), -1, width).movedim(1, 0)  # [heads, out, width]
+    _, values, vh = torch.linalg.svd(columns, full_matrices=False)
+    precision = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
+    ranks = torch.tensor([gap_rank(one, precision)[0] for one in values])
+    rank = int(ranks.sort(descending=True).values[max(0, len(ranks) // _AGREEING - 1)])
+    heads = torch.where(ranks == rank)[0].to(vh.device)
+    return Signal(layer, "o", vh[heads, :rank].mT.contiguous(), differences=False, heads=heads)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradaudit.leakage.one_matrix.signal import Signal, added
@@ -51,9 +52,7 @@ def rows_among(model: TextModel, signal: Signal, around: Tensor, places: Tensor,
     found = []
     for part in torch.split(many, max(1, _TOKENS // size)):
         ids = torch.cat([around.expand(len(part), n), part], 1)
-        inputs = model.matrix_inputs(signal.keys[:1], ids, positions.expand_as(ids), allowed.expand(len(ids), -1, -1))[
-            0
-        ]
+        inputs = _entering(model, signal, ids, positions.expand_as(ids), allowed.expand(len(ids), -1, -1))
         rows = inputs[:, n:] - inputs[:, :1] if signal.differences else inputs[:, n:]
         found.append(signal.beside(rows).view(len(part), count, each, -1).transpose(1, 2).flatten(0, 1))
     return torch.cat(found)[:tried].transpose(0, 1)
@@ -67,7 +66,18 @@ def rows_of(model: TextModel, signal: Signal, sentences: Tensor) -> Tensor:
         sentences: [N, n] token ids.
     """
     parts = torch.split(sentences, max(1, _TOKENS // sentences.shape[1]))
-    return signal.seen(torch.cat([model.matrix_inputs(signal.keys[:1], part)[0] for part in parts]))
+    return signal.seen(torch.cat([_entering(model, signal, part) for part in parts]))
+
+
+def _entering(
+    model: TextModel, signal: Signal, ids: Tensor, positions: Tensor | None = None, allowed: Tensor | None = None
+) -> Tensor:
+    """Return a matrix's inputs, [B, T, d], or the values that its heads mix, [B, T, heads x width of a head]."""
+    if signal.heads is None:
+        return model.matrix_inputs(signal.keys[:1], ids, positions, allowed)[0]
+    inputs = model.matrix_inputs([(signal.layer, "v")], ids, positions, allowed)[0]
+    values = model.project(signal.layer, "v", inputs.flatten(0, 1))[:, signal.heads]
+    return values.view(*ids.shape, -1)
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,8 @@ class WordRows:
     def shares(self, signal: Signal, shifts: Tensor, own: Tensor, without: Sequence[int | None]) -> Tensor:
         """Return `signal.shares` of every word moved by what each of some places adds, [P, V].
 
-        All products with the words are made at once: they are what this costs.
+        All rows that are there are projected out once. What one of them adds to the others is one direction, which is
+        put back where that row is not counted, so that no place needs a pass over the words of its own.
 
         Args:
             signal: the space.
@@ -98,20 +109,32 @@ class WordRows:
             own: [n, d] rows that are there.
             without: by place, which of them is not counted.
         """
-        basis = signal.basis.to(self.rows.dtype)
-        products = self.rows @ torch.cat([own.mT, basis, shifts.mT], 1)
-        along_own, inside, with_shifts = torch.split(products, [len(own), basis.shape[1], len(shifts)], 1)
-        found = []
-        for at, (shift, left_out) in enumerate(zip(shifts, without, strict=True)):
-            kept = [row for row in range(len(own)) if row != left_out]
-            directions, triangle = torch.linalg.qr(own[kept].mT)
-            along = torch.linalg.solve_triangular(
-                triangle, along_own[:, kept] + shift @ own[kept].mT, upper=True, left=False
-            )
-            moved = inside + shift @ basis - along @ (directions.mT @ basis)
-            squares = self.squares + 2 * with_shifts[:, at] + shift.square().sum()
-            found.append(moved.square().sum(-1) / added(squares, along.square().sum(-1)))
-        return torch.stack(found)
+        words, moves, basis = signal.parts(self.rows), signal.parts(shifts), signal.basis.to(self.rows.dtype)
+        directions, triangle = torch.linalg.qr(signal.parts(own).mT)
+        duals = directions @ torch.linalg.solve_triangular(triangle.mT, torch.eye(len(own)).to(own), upper=False)
+        back = torch.zeros_like(moves).mT.contiguous()  # [h, w, P]
+        for at, left_out in enumerate(without):
+            if left_out is not None:
+                back[..., at] = F.normalize(duals[..., left_out], dim=-1)
+        back_inside = basis.mT @ back
+        along, moved_along = words @ directions, moves @ directions
+        inside = words @ basis - along @ (directions.mT @ basis)
+        moved_inside = moves @ basis - moved_along @ (directions.mT @ basis)
+        put_back = words @ back + _diagonal(moves @ back)
+        found = _squares(inside, moved_inside) + put_back.square() * back_inside.square().sum(1, keepdim=True)
+        found += 2 * put_back * (inside @ back_inside + _diagonal(moved_inside @ back_inside))
+        whole = self.squares[:, None] + 2 * self.rows @ shifts.mT + shifts.square().sum(-1)
+        rest = (_squares(along, moved_along) - put_back.square()).sum(0)
+        return (found.sum(0) / added(whole, rest)).mT.contiguous()
+
+
+def _squares(rows: Tensor, moves: Tensor) -> Tensor:
+    """Return the square norms of rows [h, V, n] plus moves [h, P, n], [h, V, P]."""
+    return rows.square().sum(-1, keepdim=True) + 2 * rows @ moves.mT + moves.square().sum(-1)[:, None]
+
+
+def _diagonal(products: Tensor) -> Tensor:
+    return products.diagonal(dim1=1, dim2=2)[:, None]
 
 
 @torch.no_grad()
