@@ -185,6 +185,20 @@ def test_in_block_0_a_word_that_is_tried_gives_the_row_it_would_have_there(load,
     assert torch.allclose(rows[0, 0], rows_of(model, signal, there[None])[0, 2], atol=1e-5)
 
 
+def test_rows_of_every_word_are_kept_while_model_and_matrix_are_the_same(folders):
+    model = tiny_models.tiny(folders["bert"])
+    signal = Signal(1, "q", torch.eye(4)[None], differences=False)
+    kept = word_rows(model, signal)
+    assert word_rows(model, replace(signal, roles="qv")) is kept
+    behind = word_rows(model, replace(signal, roles="f"))
+    assert not torch.allclose(behind.rows, kept.rows)
+    again = word_rows(model, signal)
+    assert torch.equal(again.rows, kept.rows)
+    with torch.no_grad():
+        model.parameters()[model.views(0, "v")[0].parameter].mul_(2)
+    assert not torch.allclose(word_rows(model, signal).rows, kept.rows)
+
+
 # what is read
 
 
@@ -305,7 +319,7 @@ def search(minilm, sentence) -> SentenceSearch:
     assert signal is not None
     rng = stream(0, "attack")
     none = torch.zeros(0, dtype=torch.long)
-    return SentenceSearch(minilm, signal, word_rows(minilm, signal, rng), len(sentence), none, rng)
+    return SentenceSearch(minilm, signal, word_rows(minilm, signal), len(sentence), none, rng)
 
 
 def mended(search: SentenceSearch, guess: Tensor) -> list[int]:

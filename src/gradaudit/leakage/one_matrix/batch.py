@@ -51,7 +51,7 @@ class BatchSearch:
         self.model, self.size, self.lengths, self.rng = model, size, lengths, rng
         self.longest = min(longest, _LONGEST, model.max_length)
         self.signal = self.whole = signal
-        self.words = self.every = word_rows(model, signal, rng)
+        self.words = self.every = word_rows(model, signal)
         self.usual: dict[int, UsualRows] = {}
         self.bag: Tensor | None = None
         self.found: list[Fit] = []

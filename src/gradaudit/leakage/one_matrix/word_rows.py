@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 from gradaudit.leakage.one_matrix.signal import Signal, added
 from gradaudit.leakage.priors import frequent_tokens
 from gradaudit.models.base import TextModel
+from gradaudit.streams import stream
 
 _AROUND, _AT = 10, 5
 """Words of the sentence in which every word of the vocabulary is tried once, and the place of it."""
@@ -137,13 +139,27 @@ def _diagonal(products: Tensor) -> Tensor:
     return products.diagonal(dim1=1, dim2=2)[:, None]
 
 
+_kept: WeakKeyDictionary[TextModel, tuple[tuple[object, ...], WordRows]] = WeakKeyDictionary()
+"""The last rows of every word of a model, and what they were made of: other updates to it need them, too."""
+
+
 @torch.no_grad()
-def word_rows(model: TextModel, signal: Signal, rng: torch.Generator) -> WordRows:
-    """Return the row of every word at one place of one sentence of frequent words."""
-    around = _sentence(model, _AROUND + _framing(model), rng)
-    every = torch.arange(model.vocabulary_size, device=model.device)
-    rows = rows_among(model, signal, around, torch.tensor([_AT], device=model.device), every[None])[0].contiguous()
-    return WordRows(rows, rows.square().sum(-1))
+def word_rows(model: TextModel, signal: Signal) -> WordRows:
+    """Return the row of every word at one place of one sentence of frequent words.
+
+    They cost a pass over the vocabulary, and are kept until another matrix is read or the model's weights have changed.
+    """
+    weights = tuple(float(parameter.sum()) for parameter in model.parameters().values())
+    heads = None if signal.heads is None else tuple(signal.heads.tolist())
+    reads = "qkv" if signal.roles[0] in "qkv" else signal.roles  # which read the same
+    made_of = (signal.layer, reads, signal.differences, heads, weights)
+    if model not in _kept or _kept[model][0] != made_of:
+        around = _sentence(model, _AROUND + _framing(model), stream(0, "words around"))
+        every = torch.arange(model.vocabulary_size, device=model.device)
+        at = torch.tensor([_AT], device=model.device)
+        rows = rows_among(model, signal, around, at, every[None])[0].contiguous()
+        _kept[model] = made_of, WordRows(rows, rows.square().sum(-1))
+    return _kept[model][1]
 
 
 @dataclass(frozen=True)
