@@ -465,7 +465,7 @@ def test_a_defense_that_leaves_a_matrix_alone_leaves_the_sentence_and_no_proof(m
     found = read(seen_of(minilm, batch, "all", defenses=(build("defense", "aegis", {}),)))
     assert found.sequences == tuple(map(tuple, batch.sequences()))
     assert found.certificates == ("likely",)
-    assert found.notes[0] == "read from block 0's o alone"
+    assert found.notes[0] == "read from block 0's p alone"
 
 
 @pytest.mark.minilm

@@ -172,14 +172,14 @@ def signal_of(seen: Observation) -> Signal | None:
     """Return what the most telling of the shared matrices says; None where none holds rows of more than one token.
 
     The first block's tell most, for their rows depend least on the words around. In a block, q and v read the same and
-    come first, then the feed-forward's first matrix; keys lack a direction; then the attention's output; the
-    feed-forward's second matrix, whose input is far from the words, is the last choice.
+    come first, then the feed-forward's first matrix; keys lack a direction; then the feed-forward's second matrix,
+    whose input is far from the words. The attention's output, which reads no long sentences, is the last choice.
 
     Args:
         seen: one gradient.
     """
     model: TextModel = seen.model
-    for roles in ("qkv", "f", "o", "p"):
+    for roles in ("qkv", "f", "p", "o"):
         for layer in range(model.depth):
             found = _values(seen, layer) if roles == "o" else _inputs(seen, layer, roles)
             if found is not None and 1 < found.rank < found.basis.shape[1]:
