@@ -1,13 +1,13 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-p matrices-o matrices-mpnet matrices-b4 left-alone crowded
+        matrices matrices-p matrices-o matrices-mpnet matrices-b4 left-alone freezing crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
 unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
-own), left-alone (what a defense leaves alone), crowded (long sentences and many). Records go to out/benchmarks (a run
-that was stopped goes on there) and hold no text. Failures count 0.
+own), left-alone (what a defense leaves alone), freezing (what a frozen part leaves), crowded (long sentences and many).
+Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -129,6 +129,19 @@ def left_alone() -> list[Cell]:
     return [Cell("cola", b, n, OFF, seed=16161, defense=({"name": "aegis"},)) for b, n in ((1, 16), (4, 4))]
 
 
+def freezing() -> list[Cell]:
+    """A part that is neither trained nor sent, one sentence, a draw that came after the others."""
+    frozen = (
+        "embeddings", "*:q,k,v", "embeddings *:q,k,v", "embeddings 0-4:*", "*:* head", "embeddings *:*",
+        "position *:* head",
+    )  # fmt: skip
+    return [
+        Cell("cola", 1, 16, how, seed=18181, defense=({"name": "freeze", "what": part},))
+        for how in (OFF, {"dropout": True})
+        for part in frozen
+    ]
+
+
 def crowded() -> list[Cell]:
     """Long sentences and many of them, dropout off, a draw that nothing was developed on."""
     cells = [Cell("rt", 8, 5, seed=17171), Cell("cola", 16, 3, seed=17171), Cell("sst2", 16, 3, seed=17171)]
@@ -150,6 +163,7 @@ GROUPS = {
     "matrices-b4": matrices_b4,
     "left-alone": left_alone,
     "crowded": crowded,
+    "freezing": freezing,
 }
 COLUMNS = (
     "model", "data", "B", "dropout", "tensors", "batches", "load b/d", "R-1", "R-L", "exact %", "proven",

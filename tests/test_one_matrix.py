@@ -462,7 +462,7 @@ def test_special_tokens_are_no_words(minilm, search):
 @pytest.mark.minilm
 def test_a_defense_that_leaves_a_matrix_alone_leaves_the_sentence_and_no_proof(minilm):
     batch = sample_batch(minilm, 4, 1)
-    found = read(seen_of(minilm, batch, "all", defenses=(build("defense", "aegis", {}),)))
+    found = read(seen_of(minilm, batch, "*:*", defenses=(build("defense", "aegis", {}),)))
     assert found.sequences == tuple(map(tuple, batch.sequences()))
     assert found.certificates == ("likely",)
     assert found.notes[0] == "read from block 0's p alone"

@@ -22,6 +22,7 @@ from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, u
 from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.one_matrix.batch import read_any
 from gradaudit.leakage.rowspace.deflation import matrices
+from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables, words_alone
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
 from gradaudit.leakage.rowspace.ranking import rank_words
 from gradaudit.leakage.rowspace.subspace import Span, span, stack
@@ -135,14 +136,11 @@ class Decode(Attack):
             return self._ranked(seen, first, rng, found) if doubted and first else found
         # block 0's keys alone lack a direction a sentence, and of several sentences tell no more than their words
         if first is None or (first.roles == ("k",) and seen.knowledge.batch_size == 1):
-            deeper = read_any(seen, self.max_length, rng)
+            deeper = sentence_of_tables(seen) or read_any(seen, self.max_length, rng)
             if deeper is not None:
                 return deeper
         if first is None:
-            raise NotSupportedError(
-                "attack 'decode' needs query, key or value gradients of block 0, or a matrix of any block of an "
-                "encoder's clean gradient with dropout off; neither is in this update"
-            )
+            return words_alone(seen)
         if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
             return self._ranked(seen, first, rng)
         rate = seen.knowledge.dropout

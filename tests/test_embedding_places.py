@@ -1,0 +1,129 @@
+"""One sentence from the embedding tables alone, words alone of several, and no proof where the tables do not tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradaudit.attacks.decode import Decode
+from gradaudit.client.client import Client
+from gradaudit.errors import NotSupportedError
+from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables
+from gradaudit.registry import build
+from gradaudit.streams import stream
+from gradaudit.types import LocalTraining, Observation, Reconstruction
+from tiny_models import batch_of, seen_of
+
+PLACED = ("bert", "roberta", "mpnet", "electra", "distilbert", "gpt2")
+TEXT = "the cold river and the quiet horse walks to the river ."
+"""Says two words again."""
+
+
+def read(seen: Observation) -> Reconstruction:
+    return Decode()(seen, stream(0, "attack"))
+
+
+def sent(model, texts, selection="embeddings", **client):
+    batch = batch_of(model, texts)
+    return seen_of(Client(model, **({"dropout": True} | client)), batch, selection), batch.sequences()
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("family", PLACED)
+def test_the_tables_give_a_sentence_whatever_was_dropped(load, family: str, dropout: bool):
+    seen, truth = sent(load(family), [TEXT], dropout=dropout)
+    found = read(seen)
+    assert found.sequences == tuple(map(tuple, truth))
+    assert found.certificates == ("proven",)
+
+
+def test_each_word_stands_where_its_row_says(load):
+    seen, truth = sent(load("bert"), [TEXT])
+    _, name = seen.tensors
+    rows = seen.tensors[name].clone()
+    rows[[3, 6]] = rows[[6, 3]]
+    found = read(replace(seen, tensors={**seen.tensors, name: rows}))
+    wanted = list(truth[0])
+    wanted[3], wanted[6] = wanted[6], wanted[3]
+    assert found.sequences == (tuple(wanted),)
+
+
+def test_steps_of_sgd_with_other_masks_add_up(load):
+    training = LocalTraining("sgd", learning_rate=0.1, epochs=3)
+    seen, truth = sent(load("bert"), [TEXT], training=training)
+    assert seen.kind == "delta"
+    assert read(seen).sequences == tuple(map(tuple, truth))
+
+
+def test_steps_that_do_not_add_up_are_not_read_so(load):
+    seen, _ = sent(load("bert"), [TEXT], training=LocalTraining("adamw", learning_rate=1e-3))
+    assert sentence_of_tables(seen) is None
+
+
+def test_rows_of_random_norms_and_directions_hide_nothing_and_prove_nothing(load):
+    seen, truth = sent(load("bert"), [TEXT], "all", defenses=(build("defense", "aegis", {}),))
+    found = read(seen)
+    assert found.sequences == tuple(map(tuple, truth))
+    assert found.certificates == ("likely",)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["the cold river opens", "a blue horse walks ."],
+        ["the cold river opens", "the cold river closes"],  # but for one word
+        ["the cold river", "the cold river opens"],  # one begins the other
+    ],
+)
+def test_of_several_sentences_the_words_are_told_and_no_sentence(load, texts: list[str]):
+    model = load("bert")
+    seen, truth = sent(model, texts)
+    found = read(seen)
+    assert found.sequences == ()
+    assert found.words is not None
+    assert {word.token for word in found.words} == {t for s in truth for t in s} - model.special.ids
+    assert all(word.certain for word in found.words)
+
+
+def test_the_same_sentence_twice_is_that_sentence(load):
+    seen, truth = sent(load("bert"), [TEXT, TEXT])
+    assert read(seen).sequences == (tuple(truth[0]),)
+
+
+def test_the_word_table_alone_tells_words(load):
+    seen, truth = sent(load("bert"), [TEXT], "word")
+    found = read(seen)
+    assert found.sequences == ()
+    assert {word.token for word in found.words or ()} == set(truth[0]) - seen.model.special.ids
+
+
+@pytest.mark.parametrize(
+    ("selection", "client"),
+    [
+        ("position", {}),
+        ("embeddings", {"defenses": (build("defense", "gaussian", {"sigma": 1e-3}),)}),
+        ("head", {}),
+    ],
+)
+def test_where_the_tables_do_not_tell_it_says_what_is_needed(load, selection, client):
+    seen, _ = sent(load("bert"), [TEXT], selection, **client)
+    with pytest.raises(NotSupportedError, match="or the word table"):
+        read(seen)
+
+
+def test_a_tied_table_whose_rows_the_output_moves_tells_nothing(load):
+    seen, _ = sent(load("gpt2", "causal-lm"), [TEXT])
+    assert sentence_of_tables(seen) is None
+
+
+def test_nothing_is_proven_where_another_matrix_is_fuller_than_the_sentence_makes_it(load):
+    seen, truth = sent(load("bert"), [TEXT], "embeddings 1:o")
+    assert read(seen).certificates == ("proven",)
+    name = next(name for name in seen.tensors if "attention" in name or name.endswith(".o"))
+    noise = torch.randn(seen.tensors[name].shape, generator=torch.Generator().manual_seed(0))
+    found = read(replace(seen, tensors={**seen.tensors, name: noise}))
+    assert found.sequences == tuple(map(tuple, truth))
+    assert found.certificates == ("likely",)
+    assert found.notes[-1].startswith("nothing is proven")
