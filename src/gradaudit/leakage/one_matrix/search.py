@@ -97,11 +97,13 @@ class SentenceSearch:
             usual: what rows are like among usual words.
             shorter: a guess one word shorter, which is tried with a word more before all others.
             starts: guesses that are mended until one fits: from usual words around, others each time, and from the best
-                guess with places redrawn, in turn.
+                guess with places redrawn, in turn. Where it is one, what seldom helps is not tried: of a batch most
+                lengths are wrong, and nothing mends a guess for these.
         """
         best: Fit | None = None
+        thorough = starts > 1
         if shorter is not None and len(self.bag):
-            best = self._mended(self._best(self._longer(shorter)), usual.places[self.places])
+            best = self._mended(self._best(self._longer(shorter)), usual.places[self.places], thorough)
             if best.whole:
                 return best
         for start in range(starts):
@@ -115,7 +117,7 @@ class SentenceSearch:
                 first = self._pick(words, self.words.rows[words] + added[:, None], usual.framing)
             else:
                 first = self._redrawn(best, likely)
-            found = self._mended(self._best([first]), added)
+            found = self._mended(self._best([first]), added, thorough)
             if best is None or found.apart < best.apart:
                 best = found
             if best.whole:
@@ -156,7 +158,7 @@ class SentenceSearch:
 
     # mending
 
-    def _mended(self, now: Fit, shifts: Tensor) -> Fit:
+    def _mended(self, now: Fit, shifts: Tensor, thorough: bool = True) -> Fit:
         """Exchange and move words until the space is filled or nothing fills more of it."""
         for turn in range(_TURNS):
             step("one matrix: turns of exchange", turn, _TURNS)
@@ -170,9 +172,9 @@ class SentenceSearch:
             best = self._best([picked, *(self._others_kept(now, words, fit) for fit in fits)])
             if best.apart > now.apart - FILLED:
                 best = self._best(self._neighbors(now, words, fits))
-            if best.apart > now.apart - FILLED:
+            if best.apart > now.apart - FILLED and thorough:
                 best = self._best([now.tokens, *self._rearranged(now, own)])  # a single word has no other place
-            if best.apart > now.apart - FILLED:
+            if best.apart > now.apart - FILLED and thorough:
                 best = self._widened(now, own, shifts)
             if best.apart > now.apart - FILLED:
                 break
