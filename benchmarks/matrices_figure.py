@@ -1,4 +1,4 @@
-"""Draw which single matrix gives the text away, from the table of exact_decoding.py's group matrices.
+"""Draw which single matrix gives the text away, from the tables of exact_decoding.py's groups of one matrix.
 
 pip install 'gradaudit[figures]'; python benchmarks/matrices_figure.py docs/one-matrix.svg
 """
@@ -17,7 +17,9 @@ except ImportError:
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-TABLE = Path("benchmarks/results/exact-decoding/matrices.md")
+RESULTS = Path("benchmarks/results/exact-decoding")
+TABLES = ("matrices.md", "matrices-p.md", "matrices-o.md")
+"""A later table, of a later draw, takes the place of what an earlier one has of the same matrix."""
 ROLES = {"q": "query", "k": "key", "v": "value", "o": "attention out", "f": "feed-forward in", "p": "feed-forward out"}
 
 
@@ -63,7 +65,10 @@ def main() -> None:
     given = parser.parse_args()
     matplotlib.rcParams["svg.hashsalt"] = "gradaudit"  # the same numbers make the same file
     matplotlib.rcParams["svg.fonttype"] = "none"
-    draw(exact(TABLE.read_text(encoding="utf8")), given.target)
+    cells: dict[tuple[int, str], float | None] = {}
+    for table in TABLES:
+        cells |= exact((RESULTS / table).read_text(encoding="utf8"))
+    draw(cells, given.target)
 
 
 if __name__ == "__main__":
