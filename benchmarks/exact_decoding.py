@@ -1,18 +1,21 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-p matrices-o matrices-mpnet matrices-b4 left-alone freezing crowded
+        matrices matrices-p matrices-o matrices-mpnet matrices-b4 left-alone freezing tables \
+        crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
 unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
-own), left-alone (what a defense leaves alone), freezing (what a frozen part leaves), crowded (long sentences and many).
-Records go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+own), left-alone (what a defense leaves alone), freezing (what a frozen part leaves), tables (the
+embedding tables alone), crowded (long sentences and many). Records go to out/benchmarks (a run that was
+stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +145,28 @@ def freezing() -> list[Cell]:
     ]
 
 
+def tables() -> list[Cell]:
+    """The embedding tables alone, one sentence, dropout on: a gradient, and changes of weights."""
+    adamw = {"dropout": True, "optimizer": "adamw", "learning_rate": 5e-5}
+    changes: tuple[dict[str, Any], ...] = (
+        {"optimizer": "sgd", "learning_rate": 0.01, "epochs": 5},
+        {"learning_rate": 5e-5},
+        {"learning_rate": 5e-5, "epochs": 10},
+        {"learning_rate": 5e-5, "epochs": 10, "weight_decay": 0.01},
+    )
+    cells = [Cell(data, 1, 16, {"dropout": True}, tensors="embeddings", seed=18181) for data in ("cola", "sst2", "rt")]
+    return cells + [
+        Cell("cola", 1, 16, adamw | how, tensors="embeddings", seed=18181, title=changed(adamw | how))
+        for how in changes
+    ]
+
+
+def changed(how: Mapping[str, Any]) -> str:
+    """Return what a table calls local steps."""
+    decay = f", decay {how['weight_decay']}" if "weight_decay" in how else ""
+    return f"{how['optimizer']} {how['learning_rate']:g}, {how.get('epochs', 1)} steps{decay}"
+
+
 def crowded() -> list[Cell]:
     """Long sentences and many of them, dropout off, a draw that nothing was developed on."""
     cells = [Cell("rt", 8, 5, seed=17171), Cell("cola", 16, 3, seed=17171), Cell("sst2", 16, 3, seed=17171)]
@@ -164,6 +189,7 @@ GROUPS = {
     "left-alone": left_alone,
     "crowded": crowded,
     "freezing": freezing,
+    "tables": tables,
 }
 COLUMNS = (
     "model", "data", "B", "dropout", "tensors", "batches", "load b/d", "R-1", "R-L", "exact %", "proven",
@@ -180,7 +206,8 @@ def row(done: Done) -> list[str]:
     loads = [r.load for r in records]
     scores = [summary.scores[k].mean or 0 for k in ("rouge1", "rougeL", "exact")]
     # what the attacker sees: the tensors, and what was done to them
-    seen = " ".join([cell.tensors, *(str(v) for d in cell.defense for v in d.values())])
+    done = [cell.title] if cell.title else []
+    seen = " ".join([cell.tensors, *done, *(str(v) for d in cell.defense for v in d.values())])
     rate = cell.client.get("dropout_rate", 0.1) if cell.client["dropout"] else 0
     return [
         cell.model, cell.data, str(cell.size), f"{rate:g}", seen, str(len(records)),
@@ -200,6 +227,8 @@ def name(cell: Cell) -> str:
         parts.append(cell.tensors.replace(":", "-").replace(",", ""))
     if cell.seed != 101:
         parts.append(f"draw{cell.seed}")
+    if cell.title:
+        parts.append(cell.title.replace(",", "").replace(" ", "-"))
     return "-".join([*parts, *("-".join(str(v) for v in d.values()) for d in cell.defense)])
 
 

@@ -103,7 +103,8 @@ class Decode(Attack):
         if words is None:
             return self._read(seen, rng)
         if (seen.knowledge.steps or 1) > 1:
-            return named_by_step(seen, words, rng)
+            by_tables = sentence_of_tables(seen)
+            return replace(by_tables, words=words) if by_tables else named_by_step(seen, words, rng)
         try:
             found = self._read(seen, rng)
         except NotSupportedError as refusal:
