@@ -25,7 +25,8 @@ _EXACT = 1e-3
 """A proof asks that shares are this near to 0 and 1, and rows to their span: right ones are within 4e-8, as above, and
 within 1e-4 behind steps of AdamW at 5e-5, which are rounded as the weights are. Any other sentence is off by 1."""
 _ROUNDED = 2.0
-"""Rounding of a weight before and after a step, in epsilons of the largest of its row: 1 half each, and some room."""
+"""Rounding of a weight a step, in epsilons of the largest of its row: half of one when it decays, and room for what is
+lost where the decay is taken off."""
 _TOLD = 0.5
 """Least share of the positions that a word's row must tell before the others are guessed."""
 
@@ -90,7 +91,7 @@ def _moved(seen: Observation, name: str) -> Tensor:
     shrunk = (sent * before).sum(1)[weighty] / before.square().sum(1)[weighty]
     decay = shrunk.median()  # most rows no token reads
     moved = sent - decay * before
-    rounding = _ROUNDED * torch.finfo(sent.dtype).eps * before.abs().amax(1)
+    rounding = _ROUNDED * (seen.knowledge.steps or 1) * torch.finfo(sent.dtype).eps * before.abs().amax(1)
     moved[moved.abs().amax(1) <= rounding] = 0
     return moved
 
