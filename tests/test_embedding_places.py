@@ -88,6 +88,32 @@ def test_of_several_sentences_steps_of_adamw_tell_none(load):
     assert sentence_of_tables(seen) is None
 
 
+ADAMW = LocalTraining("adamw", learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("texts", "client"),
+    [
+        (["the the cold cold river river"], {"training": ADAMW}),  # too few words stand once
+        (["the cold river opens", "the cold river closes"], {"training": ADAMW}),  # more words are left than places
+        (["a blue the the cold cold .", "a blue cold cold the the ."], {}),  # signals add up, and are two here
+    ],
+)
+def test_places_that_no_word_tells_are_not_filled_at_random(load, texts: list[str], client):
+    seen, _ = sent(load("bert"), texts, **client)
+    assert sentence_of_tables(seen) is None
+
+
+def test_a_scaled_row_tells_its_place_and_proves_nothing(load):
+    seen, truth = sent(load("bert"), [TEXT])
+    name = next(iter(seen.tensors))
+    rows = seen.tensors[name].clone()
+    rows[truth[0][2]] *= 1.01
+    found = read(replace(seen, tensors={**seen.tensors, name: rows}))
+    assert found.sequences == tuple(map(tuple, truth))
+    assert found.certificates == ("likely",)
+
+
 def test_rows_of_random_norms_and_directions_hide_nothing_and_prove_nothing(load):
     seen, truth = sent(load("bert"), [TEXT], "all", defenses=(build("defense", "aegis", {}),))
     found = read(seen)
