@@ -15,7 +15,7 @@ from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import LocalTraining, Observation, Reconstruction
-from tiny_models import WORDS, batch_of, seen_of
+from tiny_models import WORDS, batch_of, seen_of, tiny
 
 PLACED = ("bert", "roberta", "mpnet", "electra", "distilbert", "gpt2")
 TEXT = "the cold river and the quiet horse walks to the river ."
@@ -80,6 +80,15 @@ def test_several_steps_of_one_sentence_are_decoded_by_the_tables(load):
     found = read(seen)
     assert found.sequences == tuple(map(tuple, truth))
     assert {word.token for word in found.words or ()} == set(truth[0])
+
+
+def test_positions_that_began_at_zero_have_nothing_to_decay(folders):
+    model = tiny(folders["bert"])
+    with torch.no_grad():
+        model.parameters()[model.group("position")[0]].zero_()
+    training = LocalTraining("adamw", learning_rate=1e-3, epochs=2, weight_decay=0.01)
+    seen, truth = sent(model, ["the cold river walks ."], training=training)
+    assert read(seen).sequences == tuple(map(tuple, truth))
 
 
 def test_of_several_sentences_steps_of_adamw_tell_none(load):

@@ -86,7 +86,7 @@ def _moved(seen: Observation, name: str) -> Tensor:
     """Return what was sent of a table, float64, without what weight decay took off every row."""
     sent, before = seen.tensors[name], seen.model.parameters()[name].detach().double()
     weighty = before.any(1)  # some models' padding has a row of zeros
-    if seen.kind == "gradient" or not bool(sent[weighty].any(1).all()):
+    if seen.kind == "gradient" or not bool(weighty.any() and sent[weighty].any(1).all()):
         return sent.double()
     shrunk = (sent * before).sum(1)[weighty] / before.square().sum(1)[weighty]
     decay = shrunk.median()  # most rows no token reads
