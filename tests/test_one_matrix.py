@@ -381,7 +381,7 @@ def test_neighboring_parts_are_swapped_and_a_word_left_out_is_put_in(
     right = sentence.tolist()
     inner = right[1:-1]
     guess = [*inner[4:], *inner[:4]] if change == "parts" else [*inner[:3], *inner[4:-2], inner[1], *inner[-2:]]
-    monkeypatch.setattr(search_file, "_REARRANGED", 10**6)
+    monkeypatch.setattr(search_file, "_REARRANGED", 10**7)
     monkeypatch.setattr(search_file, "_WORST", len(inner))
     now = framed(minilm, guess)
     found = [one.tolist() for one in search._rearranged(Fit(now, 1.0), rows_of(minilm, search.signal, now[None])[0])]
@@ -394,7 +394,7 @@ def test_neighboring_parts_are_swapped_and_a_word_left_out_is_put_in(
 @pytest.mark.minilm
 def test_a_guess_that_nothing_else_betters_has_its_parts_swapped(search, sentence, monkeypatch):
     swapped = torch.cat([sentence[:1], sentence[9:-1], sentence[1:9], sentence[-1:]])
-    monkeypatch.setattr(search_file, "_REARRANGED", 10**6)
+    monkeypatch.setattr(search_file, "_REARRANGED", 10**7)
     monkeypatch.setattr(search, "usual", sentence[:0])
     monkeypatch.setattr(search, "_pick", lambda *_: swapped)
     monkeypatch.setattr(search, "_others_kept", lambda *_: swapped)
