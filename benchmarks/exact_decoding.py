@@ -127,8 +127,10 @@ def matrices_b4() -> list[Cell]:
 
 
 def left_alone() -> list[Cell]:
-    """A defense that leaves a matrix alone, dropout off, every other tensor seen too."""
-    return [Cell("cola", b, n, OFF, seed=16161, defense=({"name": "aegis"},)) for b, n in ((1, 16), (4, 4))]
+    """A defense that leaves a matrix alone, embeddings frozen; and, where they are sent, the position table."""
+    aegis: dict[str, Any] = {"name": "aegis"}
+    cells = [Cell("cola", b, n, PRACTICAL | OFF, seed=16161, defense=(aegis,)) for b, n in ((1, 16), (4, 4))]
+    return [*cells, *(Cell("cola", 1, 16, {"dropout": on}, seed=18181, defense=(aegis,)) for on in (False, True))]
 
 
 def freezing() -> list[Cell]:
