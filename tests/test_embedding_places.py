@@ -14,7 +14,7 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables
 from gradaudit.registry import build
 from gradaudit.streams import stream
-from gradaudit.types import LocalTraining, Observation, Reconstruction
+from gradaudit.types import Given, LocalTraining, Observation, Reconstruction
 from tiny_models import WORDS, batch_of, seen_of, tiny
 
 PLACED = ("bert", "roberta", "mpnet", "electra", "distilbert", "gpt2")
@@ -80,6 +80,15 @@ def test_several_steps_of_one_sentence_are_decoded_by_the_tables(load):
     found = read(seen)
     assert found.sequences == tuple(map(tuple, truth))
     assert {word.token for word in found.words or ()} == set(truth[0])
+
+
+def test_steps_of_which_nothing_was_told_are_read_by_the_tables(load):
+    batch = batch_of(load("bert"), ["the cold river walks ."])
+    training = LocalTraining("adamw", learning_rate=1e-3, epochs=4, weight_decay=0.01)
+    nothing = Given(batch_size=False, training=False, dropout=False, defenses=False)
+    found = read(seen_of(Client(load("bert"), training=training, dropout=True), batch, "all", nothing))
+    assert found.sequences == tuple(map(tuple, batch.sequences()))
+    assert found.notes[0] == "read from the word and the position table alone"
 
 
 def test_positions_that_began_at_zero_have_nothing_to_decay(folders):

@@ -116,13 +116,14 @@ class Decode(Attack):
 
     def _untold(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Read a weight change as the one step that it looks like."""
-        how = step_shown(seen)
+        how, by_tables = step_shown(seen), sentence_of_tables(seen)
         if how is None:
-            return self._read(seen, rng)
+            return by_tables or self._read(seen, rng)
         found = self.run(replace(seen, knowledge=replace(seen.knowledge, training=how)), rng)
-        if found.certificates and "proven" not in found.certificates:
-            return replace(found, notes=(*found.notes, UNTOLD))
-        return replace(found, notes=(*found.notes, shown(how)))
+        if by_tables and "proven" not in (found.certificates or ()):
+            return by_tables  # of several steps no one step tells the text
+        said = UNTOLD if found.certificates and "proven" not in found.certificates else shown(how)
+        return replace(found, notes=(*found.notes, said))
 
     def _read(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Read sentences, or what is left of them.

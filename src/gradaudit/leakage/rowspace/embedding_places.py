@@ -27,6 +27,8 @@ within 1e-4 behind steps of AdamW at 5e-5, which are rounded as the weights are.
 _ROUNDED = 2.0
 """Rounding of a weight a step, in epsilons of the largest of its row: half of one when it decays, and room for what is
 lost where the decay is taken off."""
+_STEPS = 10
+"""Steps that are reckoned with where their number is not told: rounding of 20 epsilons is far below a step's size."""
 _TOLD = 0.5
 """Least share of the positions that a word's row must tell before the others are guessed."""
 
@@ -91,7 +93,7 @@ def _moved(seen: Observation, name: str) -> Tensor:
     shrunk = (sent * before).sum(1)[weighty] / before.square().sum(1)[weighty]
     decay = shrunk.median()  # most rows no token reads
     moved = sent - decay * before
-    rounding = _ROUNDED * (seen.knowledge.steps or 1) * torch.finfo(sent.dtype).eps * before.abs().amax(1)
+    rounding = _ROUNDED * (seen.knowledge.steps or _STEPS) * torch.finfo(sent.dtype).eps * before.abs().amax(1)
     moved[moved.abs().amax(1) <= rounding] = 0
     return moved
 
