@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/matching.py order
 
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
-unknown (labels and lengths), partial (parts of the gradient, dropout off), variants (ours, in order's setting). All
-cells of a group spend about as many gradient evaluations (a step with double backward counts three), order2, curves,
-unknown and partial a third; paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of
-each attack. Records go to out/benchmarks. Failures count 0.
+unknown (labels and lengths), partial (parts of the gradient, dropout off), variants (ours, in order's setting), prior
+(LAMP's language model, dropout off, published budget). All cells of another group spend about as many gradient
+evaluations (a step with double backward counts three), order2, curves, unknown and partial a third; paper budgets are
+in cases/. Batch by batch, so that a group that is stopped has as many of each attack. Records go to out/benchmarks.
+Failures count 0.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ def setting(
     defense: Sequence[Mapping[str, Any]] = (),
     knowledge: Mapping[str, bool] = KNOWN,
     tensors: str = "all",
+    data: str = "cola",
+    seed: int = 101,
 ) -> Cell:
     """Return a cell; published is ROUGE-L in the paper (BERT-base, full budget), if any."""
-    return Cell("cola", size, batches, client, tensors=tensors, defense=defense, published=published, title=title,
-                attack=attack, more={"knowledge": dict(knowledge)})  # fmt: skip
+    return Cell(data, size, batches, client, tensors=tensors, seed=seed, defense=defense, published=published,
+                title=title, attack=attack, more={"knowledge": dict(knowledge)})  # fmt: skip
 
 
 def _five(size: int, batches: int, client: dict[str, Any], values: dict[str, str]) -> list[Cell]:
@@ -153,9 +156,22 @@ def partial() -> list[Cell]:
     ]
 
 
+def prior() -> list[Cell]:
+    """LAMP at its published budget, with a language model that judges its edits and without, on an unseen draw."""
+    values = {
+        "cola": ("89.6, 51.9", "77.8, 31.5", "66.2, 21.8"), "sst2": ("88.8, 56.8", "82.4, 45.7", "69.5, 32.5"),
+        "rt": ("64.7, 16.5", "46.4, 7.6", "35.1, 4.2"),
+    }  # fmt: skip
+    return [
+        setting(f"{data}, B = {size}, {'SmolLM2' if named else 'no'} prior", {"name": "lamp", "prior": named}, size,
+                8 // size, OFF, f"R-1, R-2: {values[data][at]}" if named else "", data=data, seed=19191)
+        for at, size in enumerate((1, 2, 4)) for data in values for named in ("smollm2", "")
+    ]  # fmt: skip
+
+
 GROUPS = {
     "order": order, "order2": order2, "benchmark": benchmark, "dropout": dropout, "pruning": pruning, "noise": noise,
-    "unknown": unknown, "partial": partial, "variants": variants,
+    "unknown": unknown, "partial": partial, "prior": prior, "variants": variants,
 }  # fmt: skip
 
 
@@ -167,14 +183,25 @@ def interval(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} [{low:.1f}, {high:.1f}]"
 
 
+def _batches(one: Done) -> tuple[str, int, int]:
+    """What decides which batches are attacked."""
+    return one.cell.data, one.cell.size, one.cell.seed
+
+
 def table(done: Sequence[Done]) -> list[list[str]]:
-    """Return means with intervals, and each row's paired difference to the next, of the batches that all rows have."""
+    """Return means with intervals, and each row's paired difference to the next, where both attack the same batches.
+
+    Rows of the same data and batch size are of as many batches as all of them have.
+    """
     done = [one for one in done if one.records]
-    most, rows = min(len(one.records) for one in done), []
+    rows = []
     for n, one in enumerate(done):
+        alike = [other for other in done if _batches(other) == _batches(one)]
+        most = min(len(other.records) for other in alike)
         some = one.records[:most]
         score = {k: [r.scores[k] for r in some] for k in ("rouge1", "rouge2", "rougeL")}
-        after = [r.scores["rougeL"] for r in done[n + 1].records[:most]] if n + 1 < len(done) else []
+        follows = n + 1 < len(done) and done[n + 1] in alike
+        after = [r.scores["rougeL"] for r in done[n + 1].records[:most]] if follows else []
         pairs = [a - b for a, b in zip(score["rougeL"], after, strict=False)]
         spent = statistics.mean([float(r.details.get("gradient_evaluations", 0)) for r in some])
         # a step of the harness attacks is counted once in their records, and three times here
@@ -190,6 +217,9 @@ def table(done: Sequence[Done]) -> list[list[str]]:
     return rows
 
 
+BUDGETS = {"prior": "published budget"}
+DRAWS = {"prior": "Draw 19191, on which nothing was developed"}
+
 PROGRAM = Program(
     about=__doc__,
     groups={
@@ -202,10 +232,10 @@ PROGRAM = Program(
     ),
     table=table,
     words=lambda group, given: (
-        "MiniLM, CoLA, our scoring, failures count 0; reduced budget, published values are of BERT-base at full budget "
-        "(12 blocks, another draw). The attacker has the weights, batch size and dropout rate, and labels and lengths "
-        "unless a row says otherwise. The draw is that on which budgets were tried. Intervals: 95%, bootstrap over "
-        "batches."
+        f"MiniLM, our scoring, failures count 0; {BUDGETS.get(group, 'CoLA, reduced budget')}, published values are of "
+        "BERT-base at full budget (12 blocks, another draw). The attacker has the weights, batch size and dropout "
+        "rate, and labels and lengths unless a row says otherwise. "
+        f"{DRAWS.get(group, 'The draw is that on which budgets were tried')}. Intervals: 95%, bootstrap over batches."
     ),
     results=Path("benchmarks/results/matching"),
     interleaved=True,

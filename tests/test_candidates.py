@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gradaudit.attacks import lamp
 from gradaudit.attacks.grab import Grab
-from gradaudit.attacks.lamp import Lamp, edit, surprise
+from gradaudit.attacks.lamp import Lamp, edit, surprises
 from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, NotSupportedError
 from gradaudit.leakage.matching.beams import BeamSearch, ended, moves
@@ -24,6 +25,7 @@ from gradaudit.leakage.matching.layout import Layout, layout
 from gradaudit.leakage.matching.masks import Masks
 from gradaudit.leakage.matching.objective import Objective
 from gradaudit.leakage.matching.screening import Heat
+from gradaudit.leakage.matching.start import frame_of
 from gradaudit.models.taps import _tap
 from gradaudit.progress import TimeIsOverError, within
 from gradaudit.registry import build
@@ -370,7 +372,7 @@ def test_lamp_s_language_model_reads_words_and_no_special_tokens(load, folders, 
     model = load("bert")
     batch = batch_of(model, sentences((4,), 1), [1])
     read: list[str] = []
-    monkeypatch.setattr(lamp, "surprise", lambda prior, text: read.append(text) or 0.0)
+    monkeypatch.setattr(lamp, "surprises", lambda prior, texts: read.extend(texts) or torch.zeros(len(texts)))
     monkeypatch.setattr(lamp, "load_model", lambda spec, device: model)
     attack = Lamp(steps=10, starts=2, permutations=2, edits=3, every=5, prior="any")
     attack(seen_of(Client(model), batch, given=KNOWN), stream(0, "attack"))
@@ -568,13 +570,43 @@ def test_masks_can_start_over(load):
     assert float(torch.cat([m.detach().flatten() for m in masks.variables()]).mean()) == pytest.approx(0.5, abs=0.1)
 
 
-def test_a_language_model_is_less_surprised_by_what_it_says_often(load):
-    model = load("gpt2", "causal-lm")
-    text = " ".join(sentences((6,), 1))
-    ids = torch.tensor([model.encode(text)[0]])
-    loss = model.loss(ids=ids, mask=torch.ones_like(ids), labels=ids)
-    assert surprise(model, text) == pytest.approx(float(loss.detach()))
-    assert surprise(model, "") == 0.0
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_language_model_judges_many_texts_as_it_does_each_alone(load, family):
+    model = load(family, "causal-lm")
+    texts = sentences((6, 3, 1, 9), 1)
+    texts = [texts[0], "", texts[1], texts[0], *texts[2:]]
+    found = surprises(model, texts)
+    for text, value in zip(texts, found.tolist(), strict=True):
+        ids = torch.tensor([model.encode(text)[0]], dtype=torch.long)
+        if ids.shape[1] < 2:
+            assert value == 0
+            continue
+        each = F.cross_entropy(model.logits(ids=ids, mask=torch.ones_like(ids))[0, :-1], ids[0, 1:])
+        assert value == pytest.approx(float(each.detach()), rel=1e-5)
+    assert found[0] == found[3]
+
+
+def test_lamp_s_language_model_decides_among_orders_that_the_gradient_cannot_tell(load, monkeypatch):
+    """With all weight on the prior, the edit whose text it likes best is taken."""
+    model = load("bert")
+    batch = batch_of(model, sentences((4,), 1), [1])
+    right = model.decode(batch.sequences()[0])
+    monkeypatch.setattr(
+        lamp, "surprises", lambda prior, texts: torch.tensor([0.0 if text == right else 1.0 for text in texts])
+    )
+    attack = Lamp(steps=1, prior="any", prior_weight=1e6, edits=60)
+    seen = seen_of(Client(model), batch, given=KNOWN)
+    frame = frame_of(seen, 16)
+    of = Candidates(Objective(seen, Cosine()), frame, batch.labels)
+    turned = batch.ids.clone()
+    turned[0, 1:5] = batch.ids[0, [2, 1, 3, 4]]
+    found = attack._edited(of, model.word_vectors()[turned], model, stream(0, "edits"))
+    assert torch.equal(found, model.word_vectors()[batch.ids])
+
+
+def test_lamp_refuses_a_language_model_that_was_never_trained():
+    with pytest.raises(BadInputError, match="random weights and knows no language"):
+        Lamp(prior="random:gpt2")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """LAMP: cosine matching with discrete edits between the steps, and a language model's opinion where one is at hand."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
@@ -19,11 +21,13 @@ from gradaudit.leakage.matching.start import first_labels, frame_of, gaussian
 from gradaudit.leakage.observed import CANDIDATE, STEP, nearest_tokens
 from gradaudit.models.base import Model, TextModel
 from gradaudit.models.spec import ModelSpec
-from gradaudit.models.zoo import load_model
+from gradaudit.models.zoo import RANDOM, load_model
 from gradaudit.progress import answering, step
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
+_TOGETHER = 32
+"""Texts that a language model reads at once: 16 tokens each over 50,000 words are 0.1 GB of logits."""
 _DISTANCES = {"cos": (1.0, 0.2), "l2+l1": (25.0, 60.0)}
 """Weights of the regularizer and of the language model, by distance (LAMP, section 5)."""
 
@@ -79,6 +83,11 @@ class Lamp(Attack):
     def __post_init__(self) -> None:
         if self.distance not in _DISTANCES:
             raise BadInputError(f"attack 'lamp': distance must be 'cos' or 'l2+l1', got '{self.distance}'")
+        if self.prior.startswith(RANDOM):
+            raise BadInputError(
+                f"attack 'lamp': prior '{self.prior}' has random weights and knows no language; name a trained causal "
+                "model, such as 'smollm2'"
+            )
         self._at_least(1, "starts", "every", "screen", "assumed_length")
         self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
         self._at_least(0, "norm", "silent")
@@ -169,8 +178,8 @@ class Lamp(Attack):
             weight = self.prior_weight if self.prior_weight >= 0 else _DISTANCES[self.distance][1]
             ids = nearest_tokens(some[:, row], model.word_vectors(), sorted(model.special.ids))
             ids = torch.where(still[row], of.frame.ids[row], ids)  # special tokens are no words of the text
-            opinions = [surprise(prior, model.decode(one[of.frame.mask[row]].tolist())) for one in ids]
-            scores = of.measure(some) + weight * torch.tensor(opinions).to(some)
+            texts = [model.decode(one[of.frame.mask[row]].tolist()) for one in ids]
+            scores = of.measure(some) + weight * surprises(prior, texts).to(some)
             vectors = some[int(scores.argmin())]
         return vectors
 
@@ -206,10 +215,21 @@ def edit(free: list[int], rng: torch.Generator) -> list[int]:
 
 
 @torch.no_grad()
-def surprise(prior: TextModel, text: str) -> float:
-    """Return a language model's mean negative log-likelihood of a text's tokens; 0 for a text of one token."""
-    ids = prior.encode(text)[0]
-    if len(ids) < 2:
-        return 0.0
-    row = torch.tensor([ids], device=prior.word_vectors().device)
-    return float(prior.loss(ids=row, mask=torch.ones_like(row), labels=row))
+def surprises(prior: TextModel, texts: Sequence[str]) -> Tensor:
+    """Return a language model's mean negative log-likelihood of the tokens of each text, [n]; 0 for one token or none.
+
+    Args:
+        prior: a causal language model.
+        texts: any; equal ones are read once.
+    """
+    rows = {text: torch.tensor(prior.encode(text)[0], dtype=torch.long) for text in texts}
+    read = [(text, ids) for text, ids in rows.items() if len(ids) > 1]
+    known: dict[str, Tensor] = {}
+    for begin in range(0, len(read), _TOGETHER):
+        some = read[begin : begin + _TOGETHER]
+        ids = pad_sequence([row for _, row in some], batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for _, row in some], batch_first=True)
+        ids, mask = ids.to(prior.device), mask.to(prior.device)
+        losses = prior.sentence_losses(prior.logits(ids=ids, mask=mask), mask, ids)
+        known |= zip((text for text, _ in some), losses, strict=True)
+    return torch.stack([known.get(text, torch.zeros(()).to(prior.device)) for text in texts])
