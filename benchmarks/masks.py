@@ -6,7 +6,8 @@ Two questions for each sentence. First: how far is the update of a text from the
 masks that are learned for this text alone, and under the client's own? Asked of the right text, of the same with two
 words swapped, and of its words shuffled. Second: one continuous search of Grab (2000 steps from the best of 200
 starts), with masks learned beside the words and without: what does it find, is the right text nearer than that under
-its masks, and are these the client's? Sentences that are done are kept in --out and not run again.
+its masks, and are these the client's? The second is left out with --alone, which is enough for a deep model.
+Sentences that are done are kept in --out, a folder a model, and not run again.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class Matching:
         return lambda vectors, labels: self.objective(vectors, self.frame.mask, labels, masks)
 
 
-def measured(ready: Prepared, number: int) -> dict[str, Any]:
-    """Return all numbers of one sentence."""
+def measured(ready: Prepared, number: int, search: bool) -> dict[str, Any]:
+    """Return all numbers of one sentence; those of a search where it is wanted."""
     right, seen, client = observed(ready, number)
     of = Matching(seen)
     rng = stream(number, "wrong texts")
@@ -137,9 +138,7 @@ def measured(ready: Prepared, number: int) -> dict[str, Any]:
         "client": {name: of.distance(of.table[ids], of.held(client)) for name, ids in texts.items()},
         "none": {name: of.distance(of.table[ids], None) for name, ids in texts.items()},
         "alone": {name: of.learned_alone(ids) for name, ids in texts.items()},
-        "with": of.searched(right, client),
-        "without": of.searched(right, None),
-    }
+    } | ({"with": of.searched(right, client), "without": of.searched(right, None)} if search else {})
 
 
 def mean(values: list[float]) -> str:
@@ -157,18 +156,21 @@ def tables(done: Mapping[float, list[dict[str, Any]]]) -> str:
             beaten = ["" if name == "right" else f"{n} of {len(some)}" for n in nearest]
             texts.append([f"{rate:g}", name, str(len(some)), *cells, *beaten])
         for how in ("with", "without"):
-            mine = [one[how] for one in some]
+            mine = [one[how] for one in some if how in one]
+            if not mine:
+                continue
             cells = [mean([one[key] for one in mine]) for key in ("found", "right")]
             nearer = f"{sum(one['right'] < one['found'] for one in mine)} of {len(mine)}"
             scores = [f"{statistics.mean([one[key] for one in mine]):.0f}" for key in ("words", "places")]
             masks = [mean([one[key] for one in mine]) if how == "with" else "" for key in ("dropped", "kept")]
             searches.append([f"{rate:g}", f"{how} masks", str(len(mine)), *cells, nearer, *scores, *masks])
-    return (
-        markdown(("rate", "text", "sentences", "no masks", "masks learned for it", "the client's masks",
-                  "the right one is nearer, no masks", "the same, learned"), texts)
-        + "\n\n"
-        + markdown(("rate", "search", "sentences", "distance of what it finds", "of the right text", "right one nearer",
-                    "words found, %", "places right, %", "mean mask where dropped", "where kept"), searches)
+    told = markdown(("rate", "text", "sentences", "no masks", "masks learned for it", "the client's masks",
+                     "the right one is nearer, no masks", "the same, learned"), texts)  # fmt: skip
+    if not searches:
+        return told
+    return told + "\n\n" + markdown(
+        ("rate", "search", "sentences", "distance of what it finds", "of the right text", "right one nearer",
+         "words found, %", "places right, %", "mean mask where dropped", "where kept"), searches
     )  # fmt: skip
 
 
@@ -178,6 +180,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/masks"))
     parser.add_argument("--sentences", type=int, default=SENTENCES)
+    parser.add_argument("--model", default="minilm")
+    parser.add_argument("--alone", action="store_true", help="leave the searches out")
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     ready_process()
@@ -189,13 +193,22 @@ def main() -> None:
             for rate in RATES:
                 kept = given.out / f"{rate:g}-{number}.json"
                 if not kept.exists():
-                    case = Cell("cola", 1, SENTENCES, PRACTICAL | {"dropout_rate": rate}, seed=DRAW, more=known).case()
+                    case = Cell(
+                        "cola",
+                        1,
+                        SENTENCES,
+                        PRACTICAL | {"dropout_rate": rate},
+                        seed=DRAW,
+                        model=given.model,
+                        more=known,
+                    ).case()
                     ready = prepare(parse_case(case), Path.cwd(), pick_device("auto"))
-                    kept.write_text(json.dumps(measured(ready, number)))
+                    kept.write_text(json.dumps(measured(ready, number, not given.alone)))
                 done[rate].append(json.loads(kept.read_text()))
                 print(f"dropout {rate:g}, sentence {number}: done", flush=True)
             text = (
-                f"{made()} MiniLM, CoLA, draw {DRAW}, embeddings frozen, labels and lengths given.\n\n{tables(done)}\n"
+                f"{made()} {given.model}, CoLA, draw {DRAW}, embeddings frozen, labels and lengths given.\n\n"
+                f"{tables(done)}\n"
             )
             if given.write is not None:
                 given.write.write_text(text, encoding="utf8")
