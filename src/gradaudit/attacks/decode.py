@@ -16,20 +16,19 @@ from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
 from gradaudit.leakage.decoding.explain import named
-from gradaudit.leakage.decoding.order import order_words
+from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise, ranks
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
-from gradaudit.leakage.decoding.several import place_words, unmix
 from gradaudit.leakage.one_matrix.batch import read_any
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables, words_alone
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
-from gradaudit.leakage.rowspace.ranking import rank_words
-from gradaudit.leakage.rowspace.subspace import Span, span, stack
+from gradaudit.leakage.rowspace.subspace import Span, span
 from gradaudit.leakage.uneven.by_step import named_by_step
 from gradaudit.leakage.uneven.decoded import decode_change
 from gradaudit.leakage.uneven.entries import entries
-from gradaudit.leakage.uneven.followed import LAST_MISSING, NOT_EXPLAINED, followed
+from gradaudit.leakage.uneven.exact_rows import NOT_EXPLAINED
+from gradaudit.leakage.uneven.followed import LAST_MISSING, followed
 from gradaudit.leakage.uneven.summed import summed
 from gradaudit.leakage.uneven.undropped import undropped
 from gradaudit.leakage.uneven.untold import UNTOLD, shown, step_shown
@@ -46,7 +45,6 @@ _DROWNED = 0.5
 are read at noise of .0003 (0.24 to 0.39), not of .001 (0.69 to 0.9; MiniLM, 1 and 4 sentences)."""
 _READ: frozenset[Trait] = frozenset({"zero mean", "support", "unit norm", "scaled", "stand-ins", "one example clipped"})
 """What entries with errors can be read behind: it shows in the entries themselves, or is a scale."""
-_FULL = "not identifiable: the row space is full (as many tokens as the width, or noise)"
 
 
 @register
@@ -133,9 +131,9 @@ class Decode(Attack):
         """
         found, first = self._changed(seen, rng), span(seen, 0)
         if found is not None:
-            one = seen.knowledge.batch_size == 1 and self._orderable(seen)
+            one = seen.knowledge.batch_size == 1 and orderable(seen)
             doubted = one and NOT_EXPLAINED in found.notes
-            return self._ranked(seen, first, rng, found) if doubted and first else found
+            return out_of_noise(seen, first, self._limits, rng, found) if doubted and first else found
         # block 0's keys alone lack a direction a sentence, and of several sentences tell no more than their words
         if first is None or (first.roles == ("k",) and seen.knowledge.batch_size == 1):
             deeper = sentence_of_tables(seen) or read_any(seen, self.max_length, rng)
@@ -144,7 +142,7 @@ class Decode(Attack):
         if first is None:
             return words_alone(seen)
         if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
-            return self._ranked(seen, first, rng)
+            return out_of_noise(seen, first, self._limits, rng)
         rate = seen.knowledge.dropout
         if rate is None and unmasked(seen, first):
             rate = 0.0
@@ -154,7 +152,9 @@ class Decode(Attack):
         if rate != 0.0:
             return self._masked(seen, first, rng)
         if seen.kind == "gradient" and not unmasked(seen, first):
-            return self._ranked(seen, first, rng)  # few coordinates were sent: neither full nor the batch's span
+            return out_of_noise(
+                seen, first, self._limits, rng
+            )  # few coordinates were sent: neither full nor the batch's span
         if seen.model.causal:
             return self._grown(seen, first)
         return self._placed(seen, first)
@@ -172,6 +172,10 @@ class Decode(Attack):
             return False
         eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
         return float(first.values[first.rank]) > 32 * eps * float(first.values[0])
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.most_words, self.false_discoveries, self.order_evaluations, self.blocks)
 
     # adapters
 
@@ -196,57 +200,6 @@ class Decode(Attack):
         whole = how.minibatch is None or how.minibatch >= (seen.knowledge.batch_size or 1)
         return stepped_words(seen.model, sent, self.false_discoveries, whole)
 
-    # noise and compression
-
-    def _ranked(
-        self, seen: Observation, first: Span, rng: torch.Generator, beside: Reconstruction | None = None
-    ) -> Reconstruction:
-        """Return what stands out of a full row space: sentences where words can be placed, else a bag; guesses.
-
-        Of one sentence that rows made, `beside`, and what the words make, that which is more like the gradient.
-        """
-        stacked, roles = stack(seen, 0)
-        assert stacked is not None
-        size = seen.knowledge.batch_size or 1
-        most = min(self.most_words * size, seen.model.width - 1)
-        words = rank_words(seen.model, stacked, most, self.false_discoveries)
-        details = _ranks(first) | {"words": len(words)}
-        if not words:
-            return beside or Reconstruction(sequences=(), notes=(_FULL,), details=details)
-        note = f"{_FULL}; {len(words)} words stand out of it"
-        special = seen.model.special
-        ids, sent = [w.token for w in words], matrices(seen, self.blocks)
-        if size == 1 and self._orderable(seen):
-            length = seen.knowledge.lengths[0] if seen.knowledge.lengths else None
-            others = beside.sequences if beside else ()
-            found = order_words(seen.model, stacked, sent, ids, self.order_evaluations, rng, length, others)
-            if beside and beside.sequences == (found.tokens,):
-                return beside
-            details |= {"likeness": round(found.likeness, 4)}
-            note += ", and were ordered by the likeness of the sentence's own gradient"
-            labels = None if found.label is None else (found.label,)
-            return Reconstruction((found.tokens,), labels, ("guess",), (note,), details)
-        if size > 1 and self._orderable(seen) and not seen.model.causal and {"q", "k"} <= set(roles):
-            placed, places = place_words(seen.model, stacked, roles, ids, size)
-            several = unmix(seen.model, placed, places, sent, ids, size, self.order_evaluations, rng)
-            if several:
-                note += ", and were put to sentences by the likeness of the sentences' own gradients"
-                certificates = ("guess",) * len(several)
-                return Reconstruction(tuple(s.tokens for s in several), None, certificates, (note,), details)
-        note += ", in the order of their evidence, without order or sentence"
-        bags = [tuple(w.token for w in words[start::size]) for start in range(size)]
-        bags = [(*special.prefix, *bag, *special.suffix)[: seen.model.max_length] for bag in bags if bag]
-        return Reconstruction(tuple(bags), None, ("guess",) * len(bags), (note,), details)
-
-    @staticmethod
-    def _orderable(seen: Observation) -> bool:
-        """Say whether words can be placed: one gradient, fixed positions.
-
-        Dropout lowers the likeness of the right order and of wrong ones alike (MiniLM, one sentence, noise of .01: 0.13
-        in place of 0.2, and the order is still the right one).
-        """
-        return seen.kind == "gradient" and seen.model.absolute_positions
-
     def _changed(self, seen: Observation, rng: torch.Generator) -> Reconstruction | None:
         """Read an optimizer's step entry by entry, each with its error, dropout on; None where there is no such step.
 
@@ -262,7 +215,7 @@ class Decode(Attack):
             return None
         rate, least = 0.0 if whole else known.dropout or 0.1, least_kept(known.dropout, model.width)
         how = Search(known.batch_size, self.candidates, self.max_length, rate, least)
-        drowned = self._orderable(seen) and changes.unsure() > _DROWNED
+        drowned = orderable(seen) and changes.unsure() > _DROWNED
         if not (known.dropout or model.causal) and (clean := undropped(seen, changes, how, self.starts, rng, drowned)):
             return clean
         if drowned or (whole and not model.causal):
@@ -304,7 +257,7 @@ class Decode(Attack):
         inputs = MaskedInputs(model, first)
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
         found = find_rows(inputs, how, rng)
-        details: dict[str, Any] = _ranks(first)
+        details: dict[str, Any] = ranks(first)
         if not found:
             return Reconstruction(sequences=(), notes=(f"none of {first.rank} rows was decoded",), details=details)
         rows = DecodedRows(seen, inputs, found)
@@ -379,10 +332,10 @@ class Decode(Attack):
         labels = tuple(told) if not guesses and len(told) == len(solved) else None
         sequences = (*(s.tokens for s in solved), *guesses)
         if blocks is None and not proven and all(layer == 0 for layer, _ in left):
-            alone = named(seen, sequences, notes[1:], _ranks(first), left)
+            alone = named(seen, sequences, notes[1:], ranks(first), left)
             if alone.labels is not None:
                 return alone
-        return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), _ranks(first))
+        return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), ranks(first))
 
     def _grown(self, seen: Observation, first: Span) -> Reconstruction:
         second = span(seen, 1) if seen.model.depth > 1 else None
@@ -391,10 +344,6 @@ class Decode(Attack):
                 "attack 'decode' needs query, key or value gradients of blocks 0 and 1 of a decoder"
             )
         if second.rank >= seen.model.width:
-            return Reconstruction(sequences=(), notes=(_FULL,), details=_ranks(first))
+            return Reconstruction(sequences=(), notes=(FULL,), details=ranks(first))
         grown = grow(seen, first, second, GrowthRules(longest=self.max_length))
-        return named(seen, grown.sentences, grown.notes, _ranks(first))
-
-
-def _ranks(first: Span) -> dict[str, Any]:
-    return {"rank": first.rank, "rank_confidence": round(first.confidence, 1), "roles": " ".join(first.roles)}
+        return named(seen, grown.sentences, grown.notes, ranks(first))

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.explain import named
+from gradaudit.leakage.one_matrix.most_telling import signal_of
 from gradaudit.leakage.one_matrix.search import Fit, SentenceSearch
-from gradaudit.leakage.one_matrix.signal import Remaining, Signal, signal_of
+from gradaudit.leakage.one_matrix.signal import Remaining, Signal
 from gradaudit.leakage.one_matrix.word_rows import UsualRows, framing_places, rows_of, usual_rows, word_rows
 from gradaudit.leakage.rowspace.deflation import matrices_of
+from gradaudit.leakage.uneven.held import HeldBatch, ReadBlock, held_sentences
 from gradaudit.models.base import TextModel
 from gradaudit.progress import answering
 from gradaudit.types import Observation, Reconstruction
@@ -133,36 +135,44 @@ class BatchSearch:
 
 
 def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstruction | None:
-    """Return the sentences of an encoder's clean gradient, dropout off, from whatever matrix of a block it holds.
+    """Return an encoder's sentences, dropout off, from whatever matrix of a block its update holds.
 
     Args:
-        seen: an update.
+        seen: a gradient, or the weight change of one step.
         longest: tokens that a sentence may have.
-        rng: for the words around, where none are known yet.
+        rng: for the words around, where none are known yet, and for the noise that errors are measured with.
 
     Returns:
         None where nothing tells: another kind of update or model, or no matrix that holds rows of several tokens.
     """
     known = seen.knowledge
     # a matrix that noise fills has no space to tell, and one that a defense left alone has
-    fits = seen.kind == "gradient" and not known.dropout and not seen.model.causal
-    signal = signal_of(seen) if fits else None
-    if signal is None:
+    found = None if known.dropout or seen.model.causal else signal_of(seen, rng)
+    if found is None:
         return None
+    signal, block = found
     search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng)
-    with answering(lambda had: _told(seen, signal, search) if search.found or search.best else None):
+    with answering(lambda had: _told(seen, signal, block, search) if search.found or search.best else None):
         search.run()
-    return _told(seen, signal, search)
+    return _told(seen, signal, block, search)
 
 
-def _told(seen: Observation, signal: Signal, search: BatchSearch) -> Reconstruction:
+def _told(seen: Observation, signal: Signal, block: ReadBlock | None, search: BatchSearch) -> Reconstruction:
     """Return what a search has, proven where the sentences make the matrix that was read."""
     left = search.signal.rank
     notes = [f"read from block {signal.layer}'s {', '.join(signal.roles)} alone"]
     if left < 2 and len(search.found) < (seen.knowledge.batch_size or 1):
         notes.append("the others of the batch are copies of these, or send nothing")
     sentences = [tuple(fit.tokens.tolist()) for fit in search.found]
-    told = named(seen, sentences, notes, {"rank": signal.rank, "left": left}, matrices_of(seen, signal.keys))
+    details = {"rank": signal.rank, "left": left}
+    if block is None:
+        told = named(seen, sentences, notes, details, matrices_of(seen, signal.keys))
+    else:
+        batch = HeldBatch(seen.model, (block,))
+        for sentence in sentences:
+            batch.add(sentence)
+        told = held_sentences(batch, seen.knowledge.batch_size, (), details)
+        told = replace(told, notes=(*notes, *told.notes))
     if search.best is None:
         return told
     return replace(

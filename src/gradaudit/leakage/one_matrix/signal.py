@@ -16,15 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradaudit.leakage.rowspace.subspace import gap_rank, span
-from gradaudit.models.base import TextModel
-from gradaudit.types import Observation
-
 _RIDGE = 1e-9
 """Added to the Gram matrix of unit rows, so that rows that are all but the same fill one direction, not two."""
-_AGREEING = 4
-"""One head in so many has a direction for every token, the least. Of MiniLM's twelve nine or more have (blocks 0 to 4,
-7 to 14 tokens, in development); one of block 0 looks past some tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +32,8 @@ class Signal:
             keys are moved alike, so that a key matrix's slopes of a sentence add up to zero.
         heads: [h] numbers of the heads whose values are in it; None where what enters the matrix itself is.
         taken: [h, w, t] orthonormal directions of sentences that were taken out; None for none.
+        scale: [h w] by what rows are multiplied: coordinates whose entries are known worst count less. None for ones.
+        blur: directions by which right rows are apart, at most, by the errors of the update's entries.
     """
 
     layer: int
@@ -47,6 +42,8 @@ class Signal:
     differences: bool
     heads: Tensor | None = None
     taken: Tensor | None = None
+    scale: Tensor | None = None
+    blur: float = 0.0
 
     @property
     def keys(self) -> list[tuple[int, str]]:
@@ -66,7 +63,7 @@ class Signal:
         """Return by how many directions the space and that of some rows differ, [...]; 0 where one holds the other.
 
         It is the dimension of the smaller one, minus the squared cosines of the angles between the two; of several
-        parts their mean.
+        parts their mean. What errors make of right rows is taken off.
 
         Args:
             rows: [..., m, h w], of any length.
@@ -76,7 +73,7 @@ class Signal:
         gram = unit @ unit.mT + _RIDGE * torch.eye(unit.shape[-2], dtype=unit.dtype, device=unit.device)
         shared = torch.cholesky_solve(inside, torch.linalg.cholesky(gram))
         left: Tensor = min(self.rank, unit.shape[-2]) - (inside * shared).sum((-2, -1)).mean(0)
-        return left
+        return left - self.blur
 
     def within(self, rows: Tensor) -> Tensor:
         """Return which share of each row [..., h w] lies in the space, 0 to 1, [...]."""
@@ -166,49 +163,3 @@ class Remaining:
 def added(whole: Tensor, along: Tensor) -> Tensor:
     """Return the square norm of what rows add to chosen ones, from their own and that of what lies along these."""
     return torch.maximum(whole - along, 1e-9 * whole)
-
-
-def signal_of(seen: Observation) -> Signal | None:
-    """Return what the most telling of the shared matrices says; None where none holds rows of more than one token.
-
-    The first block's tell most, for their rows depend least on the words around. In a block, q and v read the same and
-    come first, then the feed-forward's first matrix; keys lack a direction; then the feed-forward's second matrix,
-    whose input is far from the words. The attention's output, which reads no long sentences, is the last choice.
-
-    Args:
-        seen: one gradient.
-    """
-    model: TextModel = seen.model
-    for roles in ("qkv", "f", "p", "o"):
-        for layer in range(model.depth):
-            found = _values(seen, layer) if roles == "o" else _inputs(seen, layer, roles)
-            if found is not None and 1 < found.rank < found.basis.shape[1]:
-                return found
-    return None
-
-
-def _inputs(seen: Observation, layer: int, roles: str) -> Signal | None:
-    """Return the space of what enters a matrix."""
-    found = span(seen, layer, roles)
-    if found is None:
-        return None
-    differences = found.roles == ("k",) and seen.model.absolute_positions
-    return Signal(layer, "".join(found.roles), found.basis[None], differences)
-
-
-def _values(seen: Observation, layer: int) -> Signal | None:
-    """Return the spaces of the values that enter an attention's output matrix, head by head.
-
-    A head that looks past some tokens has fewer directions than there are tokens, and is left out.
-    """
-    sent = [g.detach().double() for g in seen.role(layer, "o") if bool(g.any())]
-    if not sent:
-        return None
-    width = seen.model.head_width
-    columns = sent[0].view(len(sent[0]), -1, width).movedim(1, 0)  # [heads, out, width]
-    _, values, vh = torch.linalg.svd(columns, full_matrices=False)
-    precision = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
-    ranks = torch.tensor([gap_rank(one, precision)[0] for one in values])
-    rank = int(ranks.sort(descending=True).values[max(0, len(ranks) // _AGREEING - 1)])
-    heads = torch.where(ranks == rank)[0].to(vh.device)
-    return Signal(layer, "o", vh[heads, :rank].mT.contiguous(), differences=False, heads=heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -76,10 +76,12 @@ def _entering(
 ) -> Tensor:
     """Return a matrix's inputs, [B, T, d], or the values that its heads mix, [B, T, heads x width of a head]."""
     if signal.heads is None:
-        return model.matrix_inputs(signal.keys[:1], ids, positions, allowed)[0]
-    inputs = model.matrix_inputs([(signal.layer, "v")], ids, positions, allowed)[0]
-    values = model.project(signal.layer, "v", inputs.flatten(0, 1))[:, signal.heads]
-    return values.view(*ids.shape, -1)
+        rows = model.matrix_inputs(signal.keys[:1], ids, positions, allowed)[0]
+    else:
+        inputs = model.matrix_inputs([(signal.layer, "v")], ids, positions, allowed)[0]
+        values = model.project(signal.layer, "v", inputs.flatten(0, 1))[:, signal.heads]
+        rows = values.view(*ids.shape, -1)
+    return rows if signal.scale is None else rows * signal.scale.to(rows)
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,13 @@ def word_rows(model: TextModel, signal: Signal) -> WordRows:
         around = _sentence(model, _AROUND + _framing(model), stream(0, "words around"))
         every = torch.arange(model.vocabulary_size, device=model.device)
         at = torch.tensor([_AT], device=model.device)
-        rows = rows_among(model, signal, around, at, every[None])[0].contiguous()
+        rows = rows_among(model, replace(signal, scale=None), around, at, every[None])[0].contiguous()
         _kept[model] = made_of, WordRows(rows, rows.square().sum(-1))
-    return _kept[model][1]
+    kept = _kept[model][1]
+    if signal.scale is None:
+        return kept
+    scaled = kept.rows * signal.scale.to(kept.rows)
+    return WordRows(scaled, scaled.square().sum(-1))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from typing import Any
 from gradaudit.leakage.decoding.past import read_sentences
 from gradaudit.leakage.uneven.decoded_change import DecodedChange
 from gradaudit.leakage.uneven.entries import Entries
+from gradaudit.leakage.uneven.exact_rows import NOT_EXPLAINED
 from gradaudit.types import Observation, Reconstruction
 
 LAST_MISSING = "the last word of a sentence leaves nothing in block 0 and is missing"
-NOT_EXPLAINED = "the rows that were decoded do not explain every weight's rounding: nothing is proven"
 
 
 def followed(seen: Observation, changes: Entries, found: DecodedChange, details: dict[str, Any]) -> Reconstruction:

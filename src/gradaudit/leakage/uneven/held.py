@@ -1,18 +1,21 @@
 """What whole sentences explain of an update that no dropout touched: only the weights of their labels are free."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.assembly import Solved
+from gradaudit.leakage.decoding.assembly import Solved, copied, different
 from gradaudit.leakage.rowspace.deflation import Matrices, Remainder, remainder, sentence_gradients
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries
-from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED
+from gradaudit.leakage.uneven.exact_rows import APART, EXPLAINED, NOT_EXPLAINED
 from gradaudit.leakage.uneven.low_rank import FLOORS, LARGEST_SHARE, Fitting
 from gradaudit.models.base import TextModel
+from gradaudit.models.views import ROLES
+from gradaudit.types import Reconstruction
 
 _SETTLING = (FLOORS[-1], FLOORS[-1], 0.0, 0.0)
 """Floors at which the weights of labels are solved for, each time with the bounds that then hold."""
@@ -25,6 +28,8 @@ AMX: 2e-3, without 3e-4; the other label is at 1e-2)."""
 PASS = 6.0
 """Rounding of a whole pass forward and back, in times that of a sum over tokens: sentence by sentence and as a batch,
 gradients differ by 1e-6 of their size, 1.7 to 6 times what a sum makes (MiniLM, 1 to 16 sentences, blocks 0 to 2)."""
+_EVEN = 0.02
+"""Shares of a batch are whole multiples of the smallest, copies' too, up to this."""
 _AT_ONCE = 16
 """Gradients computed together: bounds memory."""
 
@@ -45,7 +50,7 @@ class ReadBlock:
 
     def __init__(self, model: TextModel, seen: Entries, layer: int, first: int, rng: torch.Generator) -> None:
         self.seen, self.fitting = seen, Fitting(seen.unread(), rng)
-        named = {view.name: (layer, role) for role in "qkv" for view in model.views(layer, role)}
+        named = {view.name: (layer, role) for role in ROLES for view in model.views(layer, role)}
         self.keys = [named[name] for name in seen.groups]
         fit = self.fitting.fit(int(LARGEST_SHARE * model.width), first=first, beyond=1)
         self.span: Span | None = None
@@ -211,3 +216,31 @@ class HeldBatch:
                 growth = growth + ((moved.double() * scale).square() * weights).flatten(1).sum(1)
             least = min(least, float(growth.min()))
         return least
+
+
+def held_sentences(
+    batch: HeldBatch, size: int | None, near: Iterable[tuple[float, Text]], details: dict[str, Any]
+) -> Reconstruction:
+    """Return what is held, each sentence proven that no other word could replace where all of them explain everything.
+
+    Args:
+        batch: sentences that are held.
+        size: of the batch; None where that is not known.
+        near: other sentences with how far they are from fitting, which stand in for those that are missing.
+        details: of how they were found.
+    """
+    whole = batch.explained()
+    solved, shares = batch.solved([whole and batch.apart(at) > APART for at in range(len(batch.sentences))])
+    if whole and size is not None:
+        solved = copied(solved, shares, size)
+    missing = 0 if whole or size is None else size - len(solved)
+    guesses = different(list(near), missing) if missing else []
+    certificates = ["proven" if one.proven else "likely" for one in solved] + ["guess"] * len(guesses)
+    labels = [one.label for one in solved if one.label is not None]
+    # smoothed labels may turn a gradient's sign; their shares differ, and are no multiples of one
+    plain = [share for share in shares if share is not None]
+    even = len(plain) == len(shares) and all(abs(s / min(plain) - round(s / min(plain))) < _EVEN for s in plain)
+    named = tuple(labels) if even and not guesses and len(labels) == len(solved) else None
+    notes = () if whole else (NOT_EXPLAINED,)
+    sequences = (*(one.tokens for one in solved), *guesses)
+    return Reconstruction(sequences, named, tuple(certificates), notes, details | {"chi2": round(batch.chi2, 3)})

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.assembly import copied, different, place, propose
+from gradaudit.leakage.decoding.assembly import place, propose
 from gradaudit.leakage.decoding.mending import descend, misfit
 from gradaudit.leakage.decoding.pairs import Pairs
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, whole_rows
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries, entries
-from gradaudit.leakage.uneven.exact_rows import APART
-from gradaudit.leakage.uneven.followed import NOT_EXPLAINED
-from gradaudit.leakage.uneven.held import HeldBatch, ReadBlock, Text
+from gradaudit.leakage.uneven.held import HeldBatch, ReadBlock, Text, held_sentences
 from gradaudit.leakage.uneven.low_rank import NEAR, started
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
@@ -32,8 +30,6 @@ from gradaudit.types import Observation, Reconstruction
 
 BLOCK = 1
 """The block whose rows tell sentences apart."""
-_EVEN = 0.02
-"""Shares of a batch are whole multiples of the smallest, copies' too, up to this."""
 _WORTH, _WORST, _CLEARER = 10.0, 8, 0.97
 """Sentences so near, in units of what fits, are mended by all words, at so many places at once, while what is left
 falls to this share (MiniLM, 1e-5, 106 tokens: one wrong word of 28 leaves 0.74, the right one 0.3)."""
@@ -74,22 +70,8 @@ def undropped(
         nearest = _found(model, batch, two.span, pairs, how.size, starts)
         if not batch.sentences or (certain and not batch.explained()):
             return None
-        chi2, whole = batch.chi2, batch.explained()
-        solved, shares = batch.solved([whole and batch.apart(at) > APART for at in range(len(batch.sentences))])
-    if whole and how.size is not None:
-        solved = copied(solved, shares, how.size)
-    missing = 0 if whole or how.size is None else how.size - len(solved)
-    guesses = different(nearest, missing) if missing else []
-    certificates = ["proven" if one.proven else "likely" for one in solved] + ["guess"] * len(guesses)
-    told = [one.label for one in solved if one.label is not None]
-    # smoothed labels may turn a gradient's sign; their shares differ, and are no multiples of one
-    plain = [share for share in shares if share is not None]
-    even = len(plain) == len(shares) and all(abs(s / min(plain) - round(s / min(plain))) < _EVEN for s in plain)
-    labels = tuple(told) if even and not guesses and len(told) == len(solved) else None
-    details: dict[str, Any] = {"rank": one.span.rank, "rank_of_block_1": two.span.rank, "chi2": round(chi2, 3)}
-    notes = () if whole else (NOT_EXPLAINED,)
-    sequences = (*(one.tokens for one in solved), *guesses)
-    return Reconstruction(sequences, labels, tuple(certificates), notes, details)
+        details: dict[str, Any] = {"rank": one.span.rank, "rank_of_block_1": two.span.rank}
+        return held_sentences(batch, how.size, nearest, details)
 
 
 def _pairs(model: TextModel, inputs: MaskedInputs, how: Search) -> Pairs:
