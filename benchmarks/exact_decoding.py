@@ -1,14 +1,14 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-p matrices-o matrices-mpnet matrices-b4 left-alone freezing tables crowded
+        matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps left-alone freezing tables crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
 unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
-own), left-alone (what a defense leaves alone), freezing (what a frozen part leaves), tables (the embedding tables),
-crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text.
-Failures count 0.
+own), matrices-steps (of an optimizer's step), left-alone (what a defense leaves alone), freezing (what a frozen part
+leaves), tables (the embedding tables), crowded (long sentences and many). Records go to out/benchmarks (a run that was
+stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -126,6 +126,15 @@ def matrices_b4() -> list[Cell]:
     return [Cell("cola", 4, 4, OFF, tensors=f"{block}:{role}", seed=16161) for block in range(3) for role in ROLES]
 
 
+def matrices_steps() -> list[Cell]:
+    """Any one matrix of the weight change of one step, on a draw that came after the others."""
+    some = ("0:f", "1:q", "1:k", "1:p", "2:f", "2:v", "3:q", "3:p", "4:f")
+    adamw: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 5e-5}
+    sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.01}
+    cells = [Cell("cola", 1, 8, OFF | adamw, tensors=one, seed=20202, title="AdamW, 5e-5") for one in some]
+    return cells + [Cell("cola", 1, 8, OFF | sgd, tensors=one, seed=20202, title="SGD, 0.01") for one in ("1:q", "2:f")]
+
+
 def left_alone() -> list[Cell]:
     """A defense that leaves a matrix alone, embeddings frozen; and, where they are sent, the position table."""
     aegis: dict[str, Any] = {"name": "aegis"}
@@ -187,6 +196,7 @@ GROUPS = {
     "matrices-o": matrices_o,
     "matrices-mpnet": matrices_mpnet,
     "matrices-b4": matrices_b4,
+    "matrices-steps": matrices_steps,
     "left-alone": left_alone,
     "crowded": crowded,
     "freezing": freezing,

@@ -10,7 +10,7 @@ import torch
 
 from gradaudit.leakage.one_matrix.signal import Signal
 from gradaudit.leakage.rowspace.subspace import gap_rank, span
-from gradaudit.leakage.uneven.entries import entries
+from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.held import ReadBlock
 from gradaudit.leakage.uneven.low_rank import started
 from gradaudit.models.base import TextModel
@@ -30,7 +30,8 @@ def signal_of(seen: Observation, rng: torch.Generator) -> tuple[Signal, ReadBloc
 
     The first block's tell most, for their rows depend least on the words around. In a block, q and v read the same and
     come first, then the feed-forward's first matrix; keys lack a direction; then the feed-forward's second matrix,
-    whose input is far from the words. The attention's output, which reads no long sentences, is the last choice.
+    whose input is far from the words. The attention's output, which reads no long sentences, is the last choice. A
+    matrix without errors but rounding comes before all that have some.
 
     Args:
         seen: one gradient, or the weight change of one step.
@@ -39,33 +40,48 @@ def signal_of(seen: Observation, rng: torch.Generator) -> tuple[Signal, ReadBloc
     Returns:
         The space, and the entries with the low rank that holds it where each has an error of its own.
     """
-    model: TextModel = seen.model
+    uneven: list[tuple[int, Entries]] = []
     for roles in ("qkv", "f", "p", "o"):
-        for layer in range(model.depth):
-            found = _values(seen, layer) if roles == "o" else _inputs(seen, layer, roles, rng)
-            if found is not None and 1 < found[0].rank < found[0].basis.shape[1]:
-                return found
+        for layer in range(seen.model.depth):
+            some = entries(seen, layer, roles) if roles != "o" else None
+            if some is not None:
+                uneven.append((layer, some))
+                continue
+            exact = _values(seen, layer) if roles == "o" else _inputs(seen, layer, roles)
+            if exact is not None and _tells(exact):
+                return exact, None
+    for layer, some in uneven:
+        found = _fitted(seen, layer, some, rng)
+        if found is not None and _tells(found[0]):
+            return found
     return None
 
 
-def _inputs(seen: Observation, layer: int, roles: str, rng: torch.Generator) -> tuple[Signal, ReadBlock | None] | None:
-    """Return the space of what enters a matrix."""
-    uneven = entries(seen, layer, roles)
-    if uneven is not None:
-        block = ReadBlock(seen.model, uneven, layer, started(seen.knowledge.batch_size), rng)
-        fitted = block.span
-        if fitted is None or fitted.lost is None:
-            return None
-        there = "".join(role for _, role in block.keys)
-        sure = fitted.lost < _LOST
-        blur = _BLUR * float(fitted.lost[sure].sum())
-        basis = fitted.basis[None, :, sure].contiguous()
-        return Signal(layer, there, basis, _differences(seen.model, there), scale=fitted.scale, blur=blur), block
+def _tells(signal: Signal) -> bool:
+    """Say whether a space is that of several rows, and not everything."""
+    return 1 < signal.rank < signal.basis.shape[1]
+
+
+def _inputs(seen: Observation, layer: int, roles: str) -> Signal | None:
+    """Return the space of what enters a matrix whose gradient was sent."""
     found = span(seen, layer, roles) if seen.kind == "gradient" else None
     if found is None:
         return None
     there = "".join(found.roles)
-    return Signal(layer, there, found.basis[None], _differences(seen.model, there)), None
+    return Signal(layer, there, found.basis[None], _differences(seen.model, there))
+
+
+def _fitted(seen: Observation, layer: int, some: Entries, rng: torch.Generator) -> tuple[Signal, ReadBlock] | None:
+    """Return the space of what enters a matrix of which each entry has an error."""
+    block = ReadBlock(seen.model, some, layer, started(seen.knowledge.batch_size), rng)
+    fitted = block.span
+    if fitted is None or fitted.lost is None:
+        return None
+    there = "".join(role for _, role in block.keys)
+    sure = fitted.lost < _LOST
+    blur = _BLUR * float(fitted.lost[sure].sum())
+    basis = fitted.basis[None, :, sure].contiguous()
+    return Signal(layer, there, basis, _differences(seen.model, there), scale=fitted.scale, blur=blur), block
 
 
 def _differences(model: TextModel, roles: str) -> bool:
@@ -73,7 +89,7 @@ def _differences(model: TextModel, roles: str) -> bool:
     return roles == "k" and model.absolute_positions
 
 
-def _values(seen: Observation, layer: int) -> tuple[Signal, None] | None:
+def _values(seen: Observation, layer: int) -> Signal | None:
     """Return the spaces of the values that enter an attention's output matrix, head by head.
 
     A head that looks past some tokens has fewer directions than there are tokens, and is left out.
@@ -88,4 +104,4 @@ def _values(seen: Observation, layer: int) -> tuple[Signal, None] | None:
     ranks = torch.tensor([gap_rank(one, precision)[0] for one in values])
     rank = int(ranks.sort(descending=True).values[max(0, len(ranks) // _AGREEING - 1)])
     heads = torch.where(ranks == rank)[0].to(vh.device)
-    return Signal(layer, "o", vh[heads, :rank].mT.contiguous(), differences=False, heads=heads), None
+    return Signal(layer, "o", vh[heads, :rank].mT.contiguous(), differences=False, heads=heads)

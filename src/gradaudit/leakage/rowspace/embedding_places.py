@@ -111,7 +111,7 @@ def words_alone(seen: Observation) -> Reconstruction:
     if words is None:
         raise NotSupportedError(
             "attack 'decode' needs query, key or value gradients of block 0, a matrix of any block of an encoder's "
-            "clean gradient with dropout off, or the word table; none of them is in this update"
+            "gradient or step with dropout off, or the word table; none of them is in this update"
         )
     special = seen.model.special.ids
     named = tuple(NamedWord(token, certain=True) for token in words.tolist() if token not in special)
