@@ -527,6 +527,27 @@ def test_directions_of_a_step_that_errors_made_are_left_out(minilm):
 
 
 @pytest.mark.minilm
+def test_of_doubtful_directions_shorter_sentences_are_looked_for_first(minilm, search):
+    signal = replace(search.signal, doubtful=2)
+    one = batch_file.BatchSearch(minilm, signal, 1, None, 64, stream(0, "attack"))
+    whole = signal.rank
+    assert list(one._lengths(1)) == [(whole - 2, True), (whole - 1, True), (whole, True)]
+    few = batch_file.BatchSearch(minilm, replace(space(3), doubtful=2), 1, None, 64, stream(0, "attack"))
+    assert list(few._lengths(1)) == [(3, True)]
+
+
+@pytest.mark.minilm
+def test_a_sentence_beside_a_direction_of_errors_is_found(minilm, search, sentence):
+    """Its rows lie in the space, which has one direction more than they are."""
+    signal = search.signal
+    other = torch.linalg.qr(torch.cat([signal.basis[0], drawn(minilm.width, 1)], 1))[0]
+    wider = replace(signal, basis=other[None], doubtful=1)
+    one = batch_file.BatchSearch(minilm, wider, 1, None, 64, stream(0, "attack"))
+    one.run()
+    assert [fit.tokens.tolist() for fit in one.found] == [sentence.tolist()]
+
+
+@pytest.mark.minilm
 def test_another_sentence_than_the_step_s_is_not_proven(minilm, monkeypatch):
     """The judge of the search is fooled; what the sentence explains is not."""
     batch, other = sample_batch(minilm, 4, 1), sample_batch(minilm, 30, 1)

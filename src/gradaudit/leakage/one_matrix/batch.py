@@ -71,7 +71,8 @@ class BatchSearch:
                 bag = torch.zeros(0, dtype=torch.long, device=self.model.device) if one else self._bag()
                 search = SentenceSearch(self.model, self.signal, self.words, length, bag, self.rng)
                 near = shorter if shorter is not None and len(shorter.tokens) == length - 1 else None
-                fit = shorter = search.run(self._usual(length), _ALONE if one else turn, near)
+                starts = max(2, _ALONE // (self.signal.doubtful + 1)) if one else turn
+                fit = shorter = search.run(self._usual(length), starts, near)
                 if fit.whole:  # what is left is easier to read
                     self._take(fit)
                     turn = 0
@@ -90,6 +91,7 @@ class BatchSearch:
         Of several sentences that share a space the shortest is no longer than their mean.
         """
         whole = self.signal.rank + self.signal.differences
+        shortest = len(self.model.special.prefix) + len(self.model.special.suffix) + 1
         missing = 2 if self.size is None else self.size - len(self.found)
         if self.lengths is not None:
             left = list(self.lengths)
@@ -97,11 +99,12 @@ class BatchSearch:
                 left.remove(len(fit.tokens))
             yield from ((length, missing == 1) for length in sorted(set(left)))
         elif missing == 1:
-            yield whole, True
+            for fewer in reversed(range(self.signal.doubtful + 1)):
+                if whole - fewer >= shortest or not fewer:
+                    yield whole - fewer, True
         else:
             if self.size is None and whole <= self.longest:
                 yield whole, False  # there may be one sentence, or one left
-            shortest = len(self.model.special.prefix) + len(self.model.special.suffix) + 1
             longest = min(self.longest, self.signal.rank // missing * turn + self.signal.differences)
             yield from ((length, False) for length in range(shortest, longest + 1))
 

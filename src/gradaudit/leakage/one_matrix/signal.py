@@ -34,6 +34,7 @@ class Signal:
         taken: [h, w, t] orthonormal directions of sentences that were taken out; None for none.
         scale: [h w] by what rows are multiplied: coordinates whose entries are known worst count less. None for ones.
         blur: directions by which right rows are apart, at most, by the errors of the update's entries.
+        doubtful: so many directions may be of errors alone.
     """
 
     layer: int
@@ -44,6 +45,7 @@ class Signal:
     taken: Tensor | None = None
     scale: Tensor | None = None
     blur: float = 0.0
+    doubtful: int = 0
 
     @property
     def keys(self) -> list[tuple[int, str]]:
