@@ -4,9 +4,10 @@
 
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
 unknown (labels and lengths), partial (parts of the gradient, dropout off), variants (ours, in order's setting), prior
-(LAMP's language model, dropout off). All cells of a group spend about as many gradient evaluations (a step with double
-backward counts three), order2, curves, unknown, partial and prior a third; paper budgets are in cases/. Batch by batch,
-so that a group that is stopped has as many of each attack. Records go to out/benchmarks. Failures count 0.
+(LAMP's language model, dropout off), masks (learned for each text alone, and none). All cells of a group spend about as
+many gradient evaluations (a step with double backward counts three), order2, curves, unknown, partial and prior a
+third; paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each attack. Records
+go to out/benchmarks. Failures count 0.
 """
 
 from __future__ import annotations
@@ -137,6 +138,17 @@ def variants() -> list[Cell]:
     return [setting(title, GRAB | how) for title, how in ways.items()]
 
 
+def masks() -> list[Cell]:
+    """Do masks help that are learned for each text alone: with them and without, all else equal, on an unseen draw."""
+    without = GRAB | NO_MASKS | {"moves": True, "passes": 2, "pool": "spans"}
+    # learning masks for 8 texts in 60 steps costs a round as much as 480 of its steps
+    ways = {"masks learned for each text": {"refit": 8}, "no masks": {"steps": 1180, "decay": 0.89 ** (20 / 11.8)}}
+    return [
+        setting(f"dropout {p:g}, {title}", without | how, 1, 16, PRACTICAL | {"dropout_rate": p}, seed=2026)
+        for p in (0.1, 0.4) for title, how in ways.items()
+    ]  # fmt: skip
+
+
 PARTS = {
     "all": ("all", "80.0"), "encoder": ("*:*", "80.4"), "layer 1": ("0:*", "58.7"), "q1": ("0:q", "65.0"),
     "k1": ("0:k", "66.0"), "v1": ("0:v", "57.3"), "o1": ("0:o", "57.0"), "f1": ("0:f", "54.0"), "p1": ("0:p", "58.4"),
@@ -171,7 +183,7 @@ def prior() -> list[Cell]:
 
 GROUPS = {
     "order": order, "order2": order2, "benchmark": benchmark, "dropout": dropout, "pruning": pruning, "noise": noise,
-    "unknown": unknown, "partial": partial, "prior": prior, "variants": variants,
+    "unknown": unknown, "partial": partial, "prior": prior, "variants": variants, "masks": masks,
 }  # fmt: skip
 
 
@@ -183,9 +195,9 @@ def interval(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} [{low:.1f}, {high:.1f}]"
 
 
-def _batches(one: Done) -> tuple[str, int, int]:
-    """What decides which batches are attacked."""
-    return one.cell.data, one.cell.size, one.cell.seed
+def _batches(one: Done) -> tuple[object, ...]:
+    """What decides which updates are attacked, but for what is seen of them."""
+    return one.cell.data, one.cell.size, one.cell.seed, one.cell.client.get("dropout_rate")
 
 
 def table(done: Sequence[Done]) -> list[list[str]]:
@@ -217,7 +229,7 @@ def table(done: Sequence[Done]) -> list[list[str]]:
     return rows
 
 
-DRAWS = {"prior": "Draw 19191, on which nothing was developed"}
+DRAWS = {"prior": "Draw 19191, on which nothing was developed", "masks": "Draw 2026, on which nothing was developed"}
 
 PROGRAM = Program(
     about=__doc__,
