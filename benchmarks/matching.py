@@ -211,7 +211,8 @@ def table(done: Sequence[Done]) -> list[list[str]]:
         alike = [other for other in done if _batches(other) == _batches(one)]
         most = min(len(other.records) for other in alike)
         some = one.records[:most]
-        score = {k: [r.scores[k] for r in some] for k in ("rouge1", "rouge2", "rougeL")}
+        scores = {k: [r.scores[k] for r in some] for k in ("rouge1", "rouge2", "rougeL")}
+        score = {k: [v for v in values if v is not None] for k, values in scores.items()}  # one word has no pairs
         follows = n + 1 < len(done) and done[n + 1] in alike
         after = [r.scores["rougeL"] for r in done[n + 1].records[:most]] if follows else []
         pairs = [a - b for a, b in zip(score["rougeL"], after, strict=False)]
