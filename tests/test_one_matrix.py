@@ -532,6 +532,8 @@ def test_of_doubtful_directions_shorter_sentences_are_looked_for_first(minilm, s
     one = batch_file.BatchSearch(minilm, signal, 1, None, 64, stream(0, "attack"))
     whole = signal.rank
     assert list(one._lengths(1)) == [(whole - 2, True), (whole - 1, True), (whole, True)]
+    unsure = batch_file.BatchSearch(minilm, replace(signal, blur=1e-3), 1, None, 64, stream(0, "attack"))
+    assert [length for length, _ in unsure._lengths(1)] == [whole - 2, whole - 1, whole, whole - 3]
     few = batch_file.BatchSearch(minilm, replace(space(3), doubtful=2), 1, None, 64, stream(0, "attack"))
     assert list(few._lengths(1)) == [(3, True)]
 
@@ -555,6 +557,15 @@ def test_another_sentence_than_the_step_s_is_not_proven(minilm, monkeypatch):
     found = read(seen_of(minilm, batch, "1:q", training=LocalTraining("adamw", 5e-5)))
     assert found.sequences == (tuple(other.sequences()[0]),)
     assert found.certificates == ("likely",)
+
+
+@pytest.mark.minilm
+def test_where_no_sentence_of_a_step_fits_the_nearest_is_a_guess_and_nothing_is_said_of_proofs(minilm, monkeypatch):
+    batch = sample_batch(minilm, 4, 1)
+    monkeypatch.setattr(SentenceSearch, "run", lambda self, *given: Fit(batch.ids[0], 1.0))
+    found = read(seen_of(minilm, batch, "1:q", training=LocalTraining("adamw", 5e-5)))
+    assert found.certificates == ("guess",)
+    assert not any("proven" in note for note in found.notes)
 
 
 @pytest.mark.minilm

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,9 @@ class BatchSearch:
                 left.remove(len(fit.tokens))
             yield from ((length, missing == 1) for length in sorted(set(left)))
         elif missing == 1:
-            for fewer in reversed(range(self.signal.doubtful + 1)):
+            doubtful = self.signal.doubtful
+            # where entries have errors one direction more may be theirs: the last resort
+            for fewer in (*reversed(range(doubtful + 1)), *([doubtful + 1] if self.signal.blur else [])):
                 if whole - fewer >= shortest or not fewer:
                     yield whole - fewer, True
         else:
@@ -171,11 +174,7 @@ def _told(seen: Observation, signal: Signal, block: ReadBlock | None, search: Ba
     if block is None:
         told = named(seen, sentences, notes, details, matrices_of(seen, signal.keys))
     else:
-        batch = HeldBatch(seen.model, (block,))
-        for sentence in sentences:
-            batch.add(sentence)
-        told = held_sentences(batch, seen.knowledge.batch_size, (), details)
-        told = replace(told, notes=(*notes, *told.notes))
+        told = _held(seen, block, sentences, notes, details)
     if search.best is None:
         return told
     return replace(
@@ -185,3 +184,20 @@ def _told(seen: Observation, signal: Signal, block: ReadBlock | None, search: Ba
         certificates=(*(told.certificates or ()), "guess"),
         notes=(*told.notes, f"what is left has rank {left}, and the last sentence is the nearest to it"),
     )
+
+
+def _held(
+    seen: Observation,
+    block: ReadBlock,
+    sentences: Sequence[tuple[int, ...]],
+    notes: Sequence[str],
+    details: dict[str, Any],
+) -> Reconstruction:
+    """Return sentences with what they explain of entries that have errors."""
+    if not sentences:
+        return Reconstruction((), certificates=(), notes=tuple(notes), details=details)
+    batch = HeldBatch(seen.model, (block,))
+    for sentence in sentences:
+        batch.add(sentence)
+    told = held_sentences(batch, seen.knowledge.batch_size, (), details)
+    return replace(told, notes=(*notes, *told.notes))

@@ -13,7 +13,7 @@ from gradaudit.leakage.uneven.weighted import EVERY, Part, Weighted
 EXPLAINED = 1.1
 """Entries are explained up to their own errors below this chi^2 per degree of freedom: right rows leave 0.8 to 1.01
 (less than 1 where saturated entries all round alike), one wrong row or weighty mask bit leaves more than 10."""
-NOT_EXPLAINED = "the rows that were decoded do not explain every weight's rounding: nothing is proven"
+NOT_EXPLAINED = "what was decoded does not explain every weight's rounding: nothing is proven"
 APART = 100.0
 """Another token in a row's place must cost this much of chi^2: ten standard deviations."""
 FINE = (0.01, 1e-3, 1e-4, 1e-5, 0.0)
