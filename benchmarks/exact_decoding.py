@@ -131,8 +131,8 @@ def matrices_steps() -> list[Cell]:
     some = ("0:f", "1:q", "1:k", "1:p", "2:f", "2:v", "3:q", "3:p", "4:f")
     adamw: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 5e-5}
     sgd: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.01}
-    cells = [Cell("cola", 1, 8, OFF | adamw, tensors=one, seed=20202, title="AdamW, 5e-5") for one in some]
-    return cells + [Cell("cola", 1, 8, OFF | sgd, tensors=one, seed=20202, title="SGD, 0.01") for one in ("1:q", "2:f")]
+    cells = [Cell("cola", 1, 8, OFF | adamw, tensors=one, seed=21212, title="AdamW, 5e-5") for one in some]
+    return cells + [Cell("cola", 1, 8, OFF | sgd, tensors=one, seed=21212, title="SGD, 0.01") for one in ("1:q", "2:f")]
 
 
 def left_alone() -> list[Cell]:
