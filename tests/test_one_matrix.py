@@ -487,6 +487,7 @@ def test_rows_count_in_the_scale_of_the_space_and_all_words_are_kept_without_it(
         ("2:k", LocalTraining("adamw", 1e-5, weight_decay=0.1)),
         ("3:f", LocalTraining("sgd", 1e-2)),
         ("1:p", LocalTraining("adam", 1e-4)),
+        ("1:v", LocalTraining("none", precision="bf16")),
     ],
 )
 def test_one_matrix_of_a_step_gives_the_sentence_and_proves_it(minilm, selection: str, how: LocalTraining):

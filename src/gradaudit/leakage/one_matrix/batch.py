@@ -197,7 +197,8 @@ def _held(
     if not sentences:
         return Reconstruction((), certificates=(), notes=tuple(notes), details=details)
     batch = HeldBatch(seen.model, (block,))
-    for sentence in sentences:
-        batch.add(sentence)
-    told = held_sentences(batch, seen.knowledge.batch_size, (), details)
+    with block.seen.as_computed(seen.model.device):
+        for sentence in sentences:
+            batch.add(sentence)
+        told = held_sentences(batch, seen.knowledge.batch_size, (), details)
     return replace(told, notes=(*notes, *told.notes))

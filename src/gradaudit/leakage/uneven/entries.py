@@ -68,6 +68,11 @@ class Entries:
         plain = isinstance(self.step, PlainStep)
         return plain and all(bool((part == part[0, 0]).all()) and bool(part[0, 0] > 0) for part in parts)
 
+    def as_computed(self, device: torch.device) -> torch.autocast:
+        """Return the context in which passes round as the client's did: autocast of its type, or none."""
+        kind = self.rounded if self.weights is None else None
+        return torch.autocast(device.type, kind, enabled=kind is not None)
+
     def parts(self, stacked: Tensor) -> dict[str, Tensor]:
         """Return each matrix of a stack, by its view's name."""
         return dict(zip(self.groups, torch.split(stacked, list(self.groups.values())), strict=True))

@@ -65,8 +65,7 @@ def undropped(
     if two.span is None:
         return None
     batch = HeldBatch(model, (one, two))
-    kind = first.rounded if first.weights is None else None
-    with torch.autocast(model.device.type, kind, enabled=kind is not None):
+    with first.as_computed(model.device):
         nearest = _found(model, batch, two.span, pairs, how.size, starts)
         if not batch.sentences or (certain and not batch.explained()):
             return None
