@@ -1,6 +1,7 @@
 """What learned dropout masks do to gradient matching, with the truth and the client's masks at hand.
 
-    OMP_NUM_THREADS=1 python benchmarks/masks.py --out benchmarks/records/masks --write benchmarks/results/matching/mask-study.md
+    OMP_NUM_THREADS=1 python benchmarks/masks.py --out benchmarks/records/masks \\
+        --write benchmarks/results/matching/mask-study.md
 
 Two questions for each sentence. First: how far is the update of a text from the observed one, without masks, under
 masks that are learned for this text alone, and under the client's own? Asked of the right text, of the same with two
