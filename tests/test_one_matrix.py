@@ -537,6 +537,10 @@ def test_of_doubtful_directions_shorter_sentences_are_looked_for_first(minilm, s
     assert [length for length, _ in unsure._lengths(1)] == [whole - 2, whole - 1, whole, whole - 3]
     few = batch_file.BatchSearch(minilm, replace(space(3), doubtful=2), 1, None, 64, stream(0, "attack"))
     assert list(few._lengths(1)) == [(3, True)]
+    none = batch_file.BatchSearch(minilm, space(2), 1, None, 64, stream(0, "attack"))
+    assert list(none._lengths(1)) == []
+    unknown = batch_file.BatchSearch(minilm, space(2), None, None, 64, stream(0, "attack"))
+    assert list(unknown._lengths(1)) == []
 
 
 @pytest.mark.minilm
@@ -567,6 +571,29 @@ def test_where_no_sentence_of_a_step_fits_the_nearest_is_a_guess_and_nothing_is_
     found = read(seen_of(minilm, batch, "1:q", training=LocalTraining("adamw", 5e-5)))
     assert found.certificates == ("guess",)
     assert not any("proven" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adam"])
+@pytest.mark.parametrize("selection", ["1:q", "0:k", "1:f", "0:p"])
+def test_of_any_step_an_attack_ends_with_an_answer_or_a_reason_and_proves_no_other_sentence(load, selection, optimizer):
+    """Adam's own eps leaves of a tiny model's gradients little but signs."""
+    for seed, family in enumerate(("bert", "roberta", "electra")):
+        model = load(family)
+        batch = tiny_models.batch_of(model, tiny_models.sentences((1 + 2 * seed,), seed), [1])
+        try:
+            found = read(seen_of(model, batch, selection, training=LocalTraining(optimizer, 1e-3)))
+        except NotSupportedError:
+            continue
+        proven = {s for s, sure in zip(found.sequences, found.certificates or (), strict=True) if sure == "proven"}
+        assert proven <= set(map(tuple, batch.sequences()))
+
+
+@pytest.mark.minilm
+def test_noise_over_all_but_two_directions_leaves_no_sentence_to_look_for(minilm):
+    noise = build("defense", "gaussian", {"sigma": 1e-4})
+    found = read(seen_of(minilm, sample_batch(minilm, 4, 1), "1:q", defenses=(noise,)))
+    assert found.sequences == ()
+    assert "fewer than a sentence has tokens" in found.notes[-1]
 
 
 @pytest.mark.minilm

@@ -103,10 +103,10 @@ class BatchSearch:
             doubtful = self.signal.doubtful
             # where entries have errors one direction more may be theirs: the last resort
             for fewer in (*reversed(range(doubtful + 1)), *([doubtful + 1] if self.signal.blur else [])):
-                if whole - fewer >= shortest or not fewer:
+                if whole - fewer >= shortest:
                     yield whole - fewer, True
         else:
-            if self.size is None and whole <= self.longest:
+            if self.size is None and shortest <= whole <= self.longest:
                 yield whole, False  # there may be one sentence, or one left
             longest = min(self.longest, self.signal.rank // missing * turn + self.signal.differences)
             yield from ((length, False) for length in range(shortest, longest + 1))
@@ -170,6 +170,8 @@ def _told(seen: Observation, signal: Signal, block: ReadBlock | None, search: Ba
     if left < 2 and len(search.found) < (seen.knowledge.batch_size or 1):
         notes.append("the others of the batch are copies of these, or send nothing")
     sentences = [tuple(fit.tokens.tolist()) for fit in search.found]
+    if not sentences and search.best is None:
+        notes.append(f"what stands out of its errors has {signal.rank} directions, fewer than a sentence has tokens")
     details = {"rank": signal.rank, "left": left}
     if block is None:
         told = named(seen, sentences, notes, details, matrices_of(seen, signal.keys))

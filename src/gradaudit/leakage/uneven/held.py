@@ -52,7 +52,10 @@ class ReadBlock:
         self.seen, self.fitting = seen, Fitting(seen.unread(), rng)
         named = {view.name: (layer, role) for role in ROLES for view in model.views(layer, role)}
         self.keys = [named[name] for name in seen.groups]
-        fit = self.fitting.fit(int(LARGEST_SHARE * model.width), first=first, beyond=1)
+        try:
+            fit = self.fitting.fit(int(LARGEST_SHARE * model.width), first=first, beyond=1)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # bounds alone let both factors grow without end
+            fit = None
         self.span: Span | None = None
         if fit is not None:
             self.span = fit.span(layer)
