@@ -21,6 +21,7 @@ from gradaudit.leakage.one_matrix import most_telling
 from gradaudit.leakage.one_matrix.search import FILLED, Fit, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import WordRows, framed, rows_among, rows_of, word_rows
+from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import StoppedError
@@ -473,7 +474,10 @@ def test_rows_count_in_the_scale_of_the_space_and_all_words_are_kept_without_it(
     scale = torch.linspace(0.5, 2, model.width, dtype=torch.double)
     scaled = replace(plain, scale=scale)
     assert torch.allclose(rows_of(model, scaled, ids), rows_of(model, plain, ids) * scale.float())
+    first = word_rows(model, scaled)  # made in the scale before any without
     kept = word_rows(model, plain)
+    assert torch.allclose(kept.rows, word_rows(tiny_models.tiny(folders["bert"]), plain).rows)
+    assert torch.allclose(first.rows, kept.rows * scale.float())
     assert torch.allclose(word_rows(model, scaled).rows, kept.rows * scale.float())
     assert torch.allclose(word_rows(model, scaled).squares, (kept.rows * scale.float()).square().sum(1))
     assert word_rows(model, plain) is kept
@@ -554,6 +558,36 @@ def test_a_sentence_beside_a_direction_of_errors_is_found(minilm, search, senten
     assert [fit.tokens.tolist() for fit in one.found] == [sentence.tolist()]
 
 
+def test_directions_are_kept_doubted_or_left_out_by_what_they_lose(load, monkeypatch):
+    """A stand-in for the fit, whose directions lose what is asked here."""
+    model = load("bert")
+    basis = torch.linalg.qr(drawn(model.width, 4))[0]
+    lost = torch.tensor([1e-6, 2e-3, 2e-2, 0.5], dtype=torch.double)
+    fitted = Span(basis, torch.ones(4), 4, 1.0, 1, (), lost, torch.ones(model.width))
+
+    class Fitted:
+        span, keys = fitted, ((1, "k"),)
+
+        def __init__(self, *given: object) -> None: ...
+
+    monkeypatch.setattr(most_telling, "ReadBlock", Fitted)
+    batch = tiny_models.batch_of(model, ["the cat sat"], [1])
+    signal = signal_of(seen_of(model, batch, "1:k", training=LocalTraining("sgd", 0.1)))
+    assert signal is not None
+    assert torch.equal(signal.basis[0], basis[:, :3])
+    assert (signal.doubtful, signal.differences, signal.roles) == (2, True, "k")
+    assert signal.blur == pytest.approx(3 * float(lost[:3].sum()))
+
+
+def test_steps_that_do_not_add_up_are_not_taken_for_a_gradient(load):
+    """At a large rate their change's rank stands far above rounding, and is of no one sentence's rows."""
+    model = load("bert")
+    batch = tiny_models.batch_of(model, ["the cat sat"], [1])
+    steps = seen_of(model, batch, "1:q", training=LocalTraining("sgd", 1e3, epochs=2, momentum=0.9))
+    assert most_telling.span(steps, 1).rank < model.width
+    assert signal_of(steps) is None
+
+
 @pytest.mark.minilm
 def test_another_sentence_than_the_step_s_is_not_proven(minilm, monkeypatch):
     """The judge of the search is fooled; what the sentence explains is not."""
@@ -632,8 +666,9 @@ def test_a_clipped_gradient_is_read_and_is_no_proof(minilm):
 @pytest.mark.minilm
 @pytest.mark.parametrize(("selection", "how"), [("5:f", {}), ("2:f", {"dropout": True})])
 def test_where_nothing_can_be_read_it_says_what_is_needed(minilm, selection: str, how):
-    with pytest.raises(NotSupportedError, match="a matrix of any block of an encoder's gradient or step"):
+    with pytest.raises(NotSupportedError, match="a matrix of any block of an encoder's gradient or step") as refusal:
         read(seen_of(minilm, sample_batch(minilm, 4, 1), selection, **how))
+    assert ("dropout was on" in str(refusal.value)) == bool(how)
 
 
 def test_matrices_that_read_the_same_are_read_together_and_the_first_block_comes_first(load):

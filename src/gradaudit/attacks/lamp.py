@@ -223,7 +223,7 @@ def surprises(prior: TextModel, texts: Sequence[str]) -> Tensor:
         texts: any; equal ones are read once.
     """
     rows = {text: torch.tensor(prior.encode(text)[0], dtype=torch.long) for text in texts}
-    read = [(text, ids) for text, ids in rows.items() if len(ids) > 1]
+    read = [(text, ids) for text, ids in rows.items() if len(ids)]
     known: dict[str, Tensor] = {}
     for begin in range(0, len(read), _TOGETHER):
         some = read[begin : begin + _TOGETHER]

@@ -109,9 +109,10 @@ def words_alone(seen: Observation) -> Reconstruction:
     """
     words = words_of(seen)
     if words is None:
+        dropped = " (dropout was on)" if seen.knowledge.dropout else ""
         raise NotSupportedError(
             "attack 'decode' needs query, key or value gradients of block 0, a matrix of any block of an encoder's "
-            "gradient or step with dropout off, or the word table; none of them is in this update"
+            f"gradient or step with dropout off, or the word table; none of them is in this update{dropped}"
         )
     special = seen.model.special.ids
     named = tuple(NamedWord(token, certain=True) for token in words.tolist() if token not in special)
