@@ -1,13 +1,14 @@
 """DAGER, all that its paper reports and what lies past it; a table a group in benchmarks/results/dager/.
 
     OMP_NUM_THREADS=1 python benchmarks/dager.py exact past curve encoders lora precision fedavg variants \\
-        released
+        released trained
 
 Groups: exact (decoders below the width), past (and beyond it), curve (half to four times a small width), encoders (the
 paper's search), lora (adapters of SmolLM2, trained a few steps), precision (half precision, integers, Gaussian noise),
 fedavg (the paper's grid and beyond; four blocks, random weights), variants (other losses, ReLU, padding on the left,
-texts of 500 tokens), released (the released code's rules beside ours, on the same batches). Records go to
-out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+texts of 500 tokens), released (the released code's rules beside ours, on the same batches), trained (the same past
+one gradient: local steps, noise, load, adapters). Records go to out/benchmarks (a run that was stopped goes on there)
+and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -185,23 +186,32 @@ def precision() -> list[Cell]:
             for name, how in (("float32", ()), ("bfloat16", (16,)), ("int8", (8,))):
                 defense = tuple({"name": "quantize", "bits": bits} for bits in how)
                 cells.append(setting(name, model, "cola", size, 3, defense=defense))
-        for sigma, value in ((1e-5, "74.0"), (5e-5, "46.9"), (1e-4, "20.7"), (5e-4, "5.6")):
+        for sigma, value in NOISES:
             noise = ({"name": "gaussian", "sigma": sigma},)
             cells.append(setting(f"noise {sigma:g}", model, "rt", 1, 5, defense=noise, published=value))
     return cells
 
 
-def fedavg() -> list[Cell]:
-    """The paper's grid around 10 epochs, learning rate 1e-4, minibatches of 4; larger rates and AdamW."""
-    usual = {"dropout": False, "optimizer": "sgd", "learning_rate": 1e-4, "epochs": 10, "minibatch": 4}
+def fedavg_grid() -> list[tuple[str, dict[str, Any], str]]:
+    """The paper's grid around 10 epochs, learning rate 1e-4, minibatches of 4: names, changes, published ROUGE-1."""
     grid: list[tuple[str, dict[str, Any], str]] = [("epochs 10, lr 1e-4, minibatch 4", {}, "95.4")]
     grid += [(f"epochs {e}", {"epochs": e}, v) for e, v in ((2, "98.4"), (5, "97.3"), (20, "96.0"))]
     grid += [(f"lr {r:g}", {"learning_rate": r}, v) for r, v in ((1e-5, "100"), (5e-5, "99.8"), (5e-4, "84.2"))]
-    grid += [(f"minibatch {m}", {"minibatch": m}, v) for m, v in ((2, "93.2"), (8, "98.6"), (16, "100"))]
-    grid += [(f"lr {r:g}", {"learning_rate": r}, "") for r in (1e-3, 1e-2)]
+    return grid + [(f"minibatch {m}", {"minibatch": m}, v) for m, v in ((2, "93.2"), (8, "98.6"), (16, "100"))]
+
+
+FEDAVG = {"dropout": False, "optimizer": "sgd", "learning_rate": 1e-4, "epochs": 10, "minibatch": 4}
+NOISES = ((1e-5, "74.0"), (5e-5, "46.9"), (1e-4, "20.7"), (5e-4, "5.6"))
+"""Standard deviations of the paper's noise, and its ROUGE-1."""
+
+
+def fedavg() -> list[Cell]:
+    """The paper's grid; larger rates and AdamW."""
+    grid = fedavg_grid() + [(f"lr {r:g}", {"learning_rate": r}, "") for r in (1e-3, 1e-2)]
     grid += [("AdamW, lr 1e-4", {"optimizer": "adamw"}, "")]
     return [
-        setting(title, "random:gpt2", "rt", 16, 2, usual | how, layers=4, published=value) for title, how, value in grid
+        setting(title, "random:gpt2", "rt", 16, 2, FEDAVG | how, layers=4, published=value)
+        for title, how, value in grid
     ]
 
 
@@ -217,19 +227,45 @@ def variants() -> list[Cell]:
     return cells + [setting("ReLU", f"random:{RELU}", "cola", size, 5, layers=4) for size in (1, 8)]
 
 
+def both(cell: Cell) -> list[Cell]:
+    """Return a cell of ours beside the same by the released code's rules."""
+    more = {key: cell.attack[key] for key in ("max_candidates",) if key in cell.attack}
+    title = f"{cell.title}, released rules" if cell.title else "released rules"
+    return [cell, replace(cell, title=title, attack=RELEASED | more)]
+
+
 def released() -> list[Cell]:
     """Ours and the released code's rules on the same batches, 8 sentences and more; 606 is a draw of its own."""
     sizes = {"minilm": ((1, 8), (2, 4), (4, 2)), str(FRAMED): ((1, 8), (2, 4), (4, 2), (8, 2), (16, 2))}
     return [
-        setting(title, model, "cola", size, count, attack=attack, seed=606)
+        one
         for model, row in sizes.items() for size, count in row
-        for title, attack in (("", PLAIN), ("released rules", RELEASED))
+        for one in both(setting("", model, "cola", size, count, attack=SHORT if size == 4 and model == "minilm"
+                                else PLAIN, seed=606))
     ]  # fmt: skip
+
+
+def trained() -> list[Cell]:
+    """The released code's rules beside ours where the paper leaves one gradient, with trained weights: eight blocks."""
+    framed: dict[str, Any] = {"model": str(FRAMED), "seed": 606, "layers": 8}
+    cells = [
+        setting(title, data="rt", size=16, batches=2, client=FEDAVG | how, published=value, **framed)
+        for title, how, value in fedavg_grid()
+    ]
+    cells += [
+        setting(f"noise {sigma:g}", data="rt", size=1, batches=5, published=value,
+                defense=({"name": "gaussian", "sigma": sigma},), **framed)
+        for sigma, value in NOISES
+    ]  # fmt: skip
+    cells.append(setting("past the width", data="cola", size=64, batches=2, **framed))
+    lora = {"rank": 256, "warmup": 10}
+    cells.append(setting("ten steps", data="rt", size=16, batches=2, published="94.8", lora=lora, **framed))
+    return [one for cell in cells for one in both(cell)]
 
 
 GROUPS = {
     "exact": exact, "past": past, "curve": curve, "encoders": encoders, "lora": lora, "precision": precision,
-    "fedavg": fedavg, "variants": variants, "released": released,
+    "fedavg": fedavg, "variants": variants, "released": released, "trained": trained,
 }  # fmt: skip
 COLUMNS = (
     "update", "model", "data", "B", "batches", "load b/d", "R-1", "R-2", "R-L", "exact %", "whole batches", "blind R-L",
@@ -245,12 +281,13 @@ def row(done: Done) -> list[str]:
     loads = [r.load for r in records]
     layers, lora = cell.more.get("layers"), cell.more.get("lora")
     update = cell.title or "gradient"
+    model = "SmolLM2, a first token" if cell.model == str(FRAMED) else cell.model
     if lora:
         least, most = (f(r.tokens for r in records) / lora["rank"] for f in (min, max))
         where = lora.get("modules", "attention")
         update = f"{update}, LoRA r = {lora['rank']} on {where}, tokens/r {least:.1f}-{most:.1f}"
     return [
-        update, cell.model if layers is None else f"{cell.model}, {layers} blocks", cell.data, str(cell.size),
+        update, model if layers is None else f"{model}, {layers} blocks", cell.data, str(cell.size),
         str(len(records)), f"{min(loads):.2f}-{max(loads):.2f}", *(f"{v:.1f}" for v in scores),
         f"{sum(r.scores['exact'] == 100 for r in records)}/{len(records)}",
         f"{summary.baseline['rougeL'].mean or 0:.1f}", f"{summary.seconds:.1f}", cell.published,
@@ -269,7 +306,7 @@ def cells(group: str) -> list[Cell]:
 def words(group: str, given: Options) -> str:
     """Return what stands above a group's table."""
     far = group in ("past", "curve")
-    draw = 606 if group == "released" else 404 if far else 202
+    draw = 606 if group in ("released", "trained") else 404 if far else 202
     return (
         "Our scoring; the attacker has the weights, and knows batch size and training, not labels or lengths; the word "
         "embedding's gradient is shared, and not read but in rows that say so (the paper does not); failures count 0. "
@@ -285,7 +322,7 @@ def before(group: str, given: Options) -> None:
         MAKES[group]()
 
 
-MAKES = {"curve": make_narrow, "variants": make, "released": make_framed}
+MAKES = {"curve": make_narrow, "variants": make, "released": make_framed, "trained": make_framed}
 PROGRAM = Program(
     about=__doc__,
     groups={group: lambda given, group=group: cells(group) for group in GROUPS},
