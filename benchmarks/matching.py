@@ -4,10 +4,10 @@
 
 Groups: order (practical setting, B = 1), order2 (B = 2), benchmark (dropout off), dropout (0.1 to 0.4), pruning, noise,
 unknown (labels and lengths), partial (parts of the gradient, dropout off), variants (ours, in order's setting), prior
-(LAMP's language model, dropout off), masks (learned for each text alone, and none). All cells of a group spend about as
-many gradient evaluations (a step with double backward counts three), order2, curves, unknown, partial and prior a
-third; paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each attack. Records
-go to out/benchmarks. Failures count 0.
+(LAMP's language model, dropout off), own-masks (learned for each text alone, and none). All cells of a group spend
+about as many gradient evaluations (a step with double backward counts three), order2, curves, unknown, partial and
+prior a third; paper budgets are in cases/. Batch by batch, so that a group that is stopped has as many of each attack.
+Records go to out/benchmarks. Failures count 0.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def variants() -> list[Cell]:
     return [setting(title, GRAB | how) for title, how in ways.items()]
 
 
-def masks() -> list[Cell]:
+def own_masks() -> list[Cell]:
     """Do masks help that are learned for each text alone: with them and without, all else equal, on an unseen draw."""
     without = GRAB | NO_MASKS | {"moves": True, "passes": 2, "pool": "spans"}
     # learning masks for 8 texts in 60 steps costs a round as much as 480 of its steps
@@ -183,7 +183,7 @@ def prior() -> list[Cell]:
 
 GROUPS = {
     "order": order, "order2": order2, "benchmark": benchmark, "dropout": dropout, "pruning": pruning, "noise": noise,
-    "unknown": unknown, "partial": partial, "prior": prior, "variants": variants, "masks": masks,
+    "unknown": unknown, "partial": partial, "prior": prior, "variants": variants, "own-masks": own_masks,
 }  # fmt: skip
 
 
@@ -230,7 +230,10 @@ def table(done: Sequence[Done]) -> list[list[str]]:
     return rows
 
 
-DRAWS = {"prior": "Draw 19191, on which nothing was developed", "masks": "Draw 2026, on which nothing was developed"}
+DRAWS = {
+    "prior": "Draw 19191, on which nothing was developed",
+    "own-masks": "Draw 2026, on which nothing was developed",
+}
 
 PROGRAM = Program(
     about=__doc__,

@@ -146,6 +146,11 @@ def test_a_trained_head_keeps_its_numbers_of_the_classes(folders, load, tmp_path
         prepare(parse_case(table), tmp_path, torch.device("cpu"))
 
 
+def test_a_language_model_that_is_not_there_ends_the_run_before_its_first_batch(folders, data: Path):
+    with pytest.raises(BadInputError, match="unknown model 'smollm3'"):
+        make(folders, data, attack={"name": "lamp", "prior": "smollm3"})
+
+
 def test_two_programs_do_not_write_one_folder(folders, data: Path, tmp_path: Path):
     first = audit.run(make(folders, data), tmp_path / "out")
     next(first)

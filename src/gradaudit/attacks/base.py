@@ -141,6 +141,16 @@ class Attack(ABC, Generic[M]):
             rng: the attack's own random stream (on the CPU); draw nothing from elsewhere.
         """
 
+    def load(self, device: torch.device) -> None:
+        """Load what the attack reads beside the update, so that a wrong name ends a run before its first batch.
+
+        Args:
+            device: where it is to lie.
+
+        Raises:
+            BadInputError: it cannot be read.
+        """
+
     @classmethod
     def shares_no_text(cls) -> bool:
         """Return whether notes, details and errors may stand in a record, which others read."""

@@ -16,7 +16,7 @@ from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
 from gradaudit.leakage.decoding.explain import named
-from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise, ranks
+from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
 from gradaudit.leakage.one_matrix.batch import read_any
@@ -257,7 +257,7 @@ class Decode(Attack):
         inputs = MaskedInputs(model, first)
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
         found = find_rows(inputs, how, rng)
-        details: dict[str, Any] = ranks(first)
+        details: dict[str, Any] = first.told()
         if not found:
             return Reconstruction(sequences=(), notes=(f"none of {first.rank} rows was decoded",), details=details)
         rows = DecodedRows(seen, inputs, found)
@@ -332,10 +332,10 @@ class Decode(Attack):
         labels = tuple(told) if not guesses and len(told) == len(solved) else None
         sequences = (*(s.tokens for s in solved), *guesses)
         if blocks is None and not proven and all(layer == 0 for layer, _ in left):
-            alone = named(seen, sequences, notes[1:], ranks(first), left)
+            alone = named(seen, sequences, notes[1:], first.told(), left)
             if alone.labels is not None:
                 return alone
-        return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), ranks(first))
+        return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), first.told())
 
     def _grown(self, seen: Observation, first: Span) -> Reconstruction:
         second = span(seen, 1) if seen.model.depth > 1 else None
@@ -344,6 +344,6 @@ class Decode(Attack):
                 "attack 'decode' needs query, key or value gradients of blocks 0 and 1 of a decoder"
             )
         if second.rank >= seen.model.width:
-            return Reconstruction(sequences=(), notes=(FULL,), details=ranks(first))
+            return Reconstruction(sequences=(), notes=(FULL,), details=first.told())
         grown = grow(seen, first, second, GrowthRules(longest=self.max_length))
-        return named(seen, grown.sentences, grown.notes, ranks(first))
+        return named(seen, grown.sentences, grown.notes, first.told())

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -92,6 +93,10 @@ class Lamp(Attack):
         self._at_least(0, "steps", "permutations", "edits", "candidates", "replayed_steps")
         self._at_least(0, "norm", "silent")
 
+    def load(self, device: torch.device) -> None:
+        if self.prior:
+            _prior(self.prior, device)
+
     def handled(self, model: Model | None) -> frozenset[Trait]:
         found = super().handled(model)
         # 1 - cosine does not see by what the whole was scaled
@@ -108,7 +113,7 @@ class Lamp(Attack):
         screen = self.screen if objective.additive else 1  # replayed steps cannot be estimated
         of = Candidates(objective, frame, labels.values, (None,), screen, self.candidates)
         norm = self.norm or float(table.norm(dim=1).mean())
-        prior = load_model(ModelSpec(self.prior, "causal-lm"), table.device) if self.prior else None
+        prior = _prior(self.prior, table.device) if self.prior else None
         start = self._start(of, table, norm, rng)
         learned = "softmax" if labels.learned else None
         first = torch.randn(labels.values.shape, generator=rng).to(table) if labels.learned else labels.values
@@ -215,6 +220,11 @@ def edit(free: list[int], rng: torch.Generator) -> list[int]:
 
 
 @torch.no_grad()
+@lru_cache(maxsize=1)  # every batch asks for it
+def _prior(name: str, device: torch.device) -> TextModel:
+    return load_model(ModelSpec(name, "causal-lm"), device)
+
+
 def surprises(prior: TextModel, texts: Sequence[str]) -> Tensor:
     """Return a language model's mean negative log-likelihood of the tokens of each text, [n]; 0 for one token or none.
 

@@ -73,7 +73,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None =
         read: what its kind's reader read, where that is already at hand.
 
     Raises:
-        BadInputError: data, model or selection that cannot be used.
+        BadInputError: data, model, selection or files of the attack that cannot be used.
         MissingKnowledgeError: the attack needs what [knowledge] does not give.
     """
     attack = case.build_attack()
@@ -90,6 +90,7 @@ def prepare(case: Case, base: Path, device: torch.device, loaded: Model | None =
     if "public" in attack.needs and found.public is None:
         raise MissingKnowledgeError(f"attack '{attack.name}' must be given public: add a [public] table with {kind}")
     model, rows, batches = found.model, found.rows, found.batches
+    attack.load(device)
     selection = Selection(case.selection.tensors)
     client = client_of(case, model)
     check_counters(case, attack, client)

@@ -1,7 +1,6 @@
 """What stands out of a row space that noise or compression has filled: words by their evidence, put in order."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -50,7 +49,7 @@ def out_of_noise(
     size = seen.knowledge.batch_size or 1
     most = min(limits.most_words * size, seen.model.width - 1)
     words = rank_words(seen.model, stacked, most, limits.false_discoveries)
-    details = ranks(first) | {"words": len(words)}
+    details = first.told() | {"words": len(words)}
     if not words:
         return beside or Reconstruction(sequences=(), notes=(FULL,), details=details)
     note = f"{FULL}; {len(words)} words stand out of it"
@@ -86,8 +85,3 @@ def orderable(seen: Observation) -> bool:
     in place of 0.2, and the order is still the right one).
     """
     return seen.kind == "gradient" and seen.model.absolute_positions
-
-
-def ranks(first: Span) -> dict[str, Any]:
-    """Return what a record says of a row space."""
-    return {"rank": first.rank, "rank_confidence": round(first.confidence, 1), "roles": " ".join(first.roles)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,10 @@ class Span:
     roles: tuple[str, ...]
     lost: Tensor | None = None
     scale: Tensor | None = None
+
+    def told(self) -> dict[str, Any]:
+        """Return what a record says of a row space."""
+        return {"rank": self.rank, "rank_confidence": round(self.confidence, 1), "roles": " ".join(self.roles)}
 
     def expected(self, rows: Tensor) -> Tensor:
         """Return the distance at which noise would put each row if it were a true one, to be held beside `residual`.
