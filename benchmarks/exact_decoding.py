@@ -1,14 +1,15 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps left-alone freezing tables crowded
+        matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps matrices-decoder left-alone freezing tables \
+        crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
 unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
-own), matrices-steps (of an optimizer's step), left-alone (what a defense leaves alone), freezing (what a frozen part
-leaves), tables (the embedding tables), crowded (long sentences and many). Records go to out/benchmarks (a run that was
-stopped goes on there) and hold no text. Failures count 0.
+own), matrices-steps (of an optimizer's step), matrices-decoder (of a decoder), left-alone (what a defense leaves
+alone), freezing (what a frozen part leaves), tables (the embedding tables), crowded (long sentences and many). Records
+go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -135,6 +136,15 @@ def matrices_steps() -> list[Cell]:
     return cells + [Cell("cola", 1, 8, OFF | sgd, tensors=one, seed=21212, title="SGD, 0.01") for one in ("1:q", "2:f")]
 
 
+def matrices_decoder() -> list[Cell]:
+    """Any one matrix of a decoder, on a draw that came after the others."""
+    some = ((1, 8, "0:f 0:o 0:p 1:k 1:v 1:f 2:o"), (1, 4, "4:f 8:p"), (4, 2, "0:p 1:v 2:f"), (8, 1, "1:v"))
+    return [
+        Cell("cola", size, count, OFF, "smollm2", tensors=one, seed=22222)
+        for size, count, parts in some for one in parts.split()
+    ]  # fmt: skip
+
+
 def left_alone() -> list[Cell]:
     """A defense that leaves a matrix alone, embeddings frozen; and, where they are sent, the position table."""
     aegis: dict[str, Any] = {"name": "aegis"}
@@ -197,6 +207,7 @@ GROUPS = {
     "matrices-mpnet": matrices_mpnet,
     "matrices-b4": matrices_b4,
     "matrices-steps": matrices_steps,
+    "matrices-decoder": matrices_decoder,
     "left-alone": left_alone,
     "crowded": crowded,
     "freezing": freezing,

@@ -20,6 +20,7 @@ from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noi
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
 from gradaudit.leakage.one_matrix.batch import read_any
+from gradaudit.leakage.one_matrix.prefixes import read_prefixes
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables, words_alone
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow
@@ -137,6 +138,7 @@ class Decode(Attack):
         # block 0's keys alone lack a direction a sentence, and of several sentences tell no more than their words
         if first is None or (first.roles == ("k",) and seen.knowledge.batch_size == 1):
             deeper = sentence_of_tables(seen) or read_any(seen, self.max_length, rng)
+            deeper = deeper or read_prefixes(seen, self.max_length)
             if deeper is not None:
                 return deeper
         if first is None:
@@ -340,8 +342,10 @@ class Decode(Attack):
     def _grown(self, seen: Observation, first: Span) -> Reconstruction:
         second = span(seen, 1) if seen.model.depth > 1 else None
         if second is None:
+            if (told := read_prefixes(seen, self.max_length)) is not None:
+                return told
             raise NotSupportedError(
-                "attack 'decode' needs query, key or value gradients of blocks 0 and 1 of a decoder"
+                "attack 'decode' needs query, key or value gradients of blocks 0 and 1 of a decoder, or another matrix"
             )
         if second.rank >= seen.model.width:
             return Reconstruction(sequences=(), notes=(FULL,), details=first.told())

@@ -350,6 +350,18 @@ class TransformersModel(Model):
                 hidden = self.family.run_block(block, hidden, mask, positions, cache)
         return [(layer.keys, layer.values) for layer in cache.layers]
 
+    @torch.no_grad()
+    def foretold(self, prefixes: Tensor) -> Tensor:
+        """Return how likely a decoder holds each word behind prefixes [P, t], as scores [P, V].
+
+        Its last output is held against the word table, by which most decoders write, and from which a classifier that
+        was made of one has not moved far. Of random weights, or where another table writes, scores say nothing.
+        """
+        with self._evaluating():
+            hidden = self.family.core(input_ids=prefixes, use_cache=False).last_hidden_state[:, -1]
+        scores: Tensor = hidden @ self.word_vectors().T
+        return scores
+
     @contextmanager
     def _reading(self, wanted: Sequence[tuple[int, str]], found: dict[tuple[int, str], Tensor]) -> Iterator[None]:
         """Note what enters the matrices of some roles while the block runs."""

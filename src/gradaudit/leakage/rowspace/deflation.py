@@ -23,12 +23,15 @@ def matrices(seen: Observation, layers: int) -> dict[tuple[int, str], Tensor]:
 
 
 def matrices_of(seen: Observation, keys: Iterable[tuple[int, str]]) -> dict[tuple[int, str], Tensor]:
-    """Return the seen gradients by (block, role); those not shared or all zero are left out."""
+    """Return the seen gradients by (block, role); those not shared, or in part, or all zero are left out.
+
+    A feed-forward with a gate has two matrices that read the same: one above the other, [2 out, in].
+    """
     found = {}
     for key in keys:
-        for tensor in seen.role(*key):
-            if bool(tensor.any()):
-                found[key] = tensor.detach().double()
+        sent = seen.role(*key)
+        if len(sent) == len(seen.model.views(*key)) and any(bool(tensor.any()) for tensor in sent):
+            found[key] = torch.cat([tensor.detach().double() for tensor in sent])
     return found
 
 
@@ -54,10 +57,12 @@ def sentence_gradients(
     ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sentences], device=device)
     mask = torch.arange(longest, device=device) < torch.tensor([[len(s)] for s in sentences], device=device)
     labels = None if label is None else torch.full((len(ids), 1), label, device=device)
-    views = {key: model.views(*key)[0] for key in like}
-    wanted = {view.parameter for view in views.values()}
+    views = {key: model.views(*key) for key in like}
+    wanted = {view.parameter for some in views.values() for view in some}
     found = dict(gradients_of_batches(model, ids[:, None], mask[:, None], labels, wanted))
-    return {key: torch.vmap(view)(found[view.parameter]) for key, view in views.items()}
+    return {
+        key: torch.cat([torch.vmap(view)(found[view.parameter]) for view in some], 1) for key, some in views.items()
+    }
 
 
 @dataclass(frozen=True)
