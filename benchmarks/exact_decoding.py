@@ -1,8 +1,8 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps matrices-decoder left-alone freezing tables \
-        crowded
+        matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps matrices-decoder left-alone freezing \
+        tables crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
