@@ -14,17 +14,23 @@ from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.decoding.explain import explain
 from gradaudit.leakage.one_matrix import prefixes as prefixes_file
-from gradaudit.leakage.one_matrix.prefixes import PrefixSearch, read_prefixes, telling_span
+from gradaudit.leakage.one_matrix.prefixes import PrefixSearch, read_prefixes
 from gradaudit.leakage.rowspace.deflation import matrices_of
+from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.transformers import TransformersModel
 from gradaudit.streams import stream
-from gradaudit.types import Given, Observation
+from gradaudit.types import Given, LocalTraining, Observation
 
 FAMILIES = (*tiny_models.DECODERS, *tiny_models.NEWER_DECODERS)
 
 
 def seen(model: TransformersModel, texts: list[str], selection: str, given: Given | None = None) -> Observation:
     return tiny_models.seen_of(Client(model), tiny_models.batch_of(model, texts), selection, given)
+
+
+def telling_span(seen: Observation) -> Span | None:
+    found = prefixes_file.telling_span(seen, stream(0, "attack"))
+    return None if found is None else found[0]
 
 
 def right(model: TransformersModel, texts: list[str]) -> set[tuple[int, ...]]:
@@ -87,8 +93,8 @@ def test_dropout_and_encoders_are_not_for_it(load):
     texts = tiny_models.sentences((5,), 5)
     dropped = seen(load("gpt2"), texts, "1:v")
     known = replace(dropped, knowledge=replace(dropped.knowledge, dropout=0.1))
-    assert read_prefixes(known, 64) is None
-    assert read_prefixes(seen(load("bert"), texts, "1:v"), 64) is None
+    assert read_prefixes(known, 64, stream(0, "attack")) is None
+    assert read_prefixes(seen(load("bert"), texts, "1:v"), 64, stream(0, "attack")) is None
 
 
 def test_another_batch_s_sentences_are_not_found(load):
@@ -126,6 +132,27 @@ def test_texts_of_two_words_that_attention_cannot_tell_apart_are_not_proven(load
     found = Decode()(seen(model, texts, "0:o"), stream(0, "attack"))
     assert not set(found.sequences) & right(model, texts)
     assert "proven" not in (found.certificates or ())
+
+
+def test_a_sentence_that_begins_another_adds_no_row_and_nothing_is_proven(load):
+    model = load("llama")
+    words = tiny_models.sentences((5,), 5)[0].split()
+    found = Decode()(seen(model, [" ".join(words), " ".join(words[:3])], "1:v"), stream(0, "attack"))
+    assert set(found.sequences) == right(model, [" ".join(words)])
+    assert found.certificates == ("likely",)
+    assert "the others of the batch are copies of these, or begin one of them" in found.notes
+
+
+def test_a_step_of_sgd_is_read_and_proven_from_one_matrix_and_one_of_adamw_refused(load):
+    model, texts = load("llama"), tiny_models.sentences((4, 5), 5)
+    batch = tiny_models.batch_of(model, texts)
+    step = tiny_models.seen_of(Client(model, LocalTraining("sgd", 0.05)), batch, "1:v")
+    found = Decode()(step, stream(0, "attack"))
+    assert set(found.sequences) == right(model, texts)
+    assert found.certificates == ("proven", "proven")
+    step = tiny_models.seen_of(Client(model, LocalTraining("adamw", 1e-3)), batch, "1:v")
+    with pytest.raises(NotSupportedError, match="of a decoder: of SGD"):
+        Decode()(step, stream(0, "attack"))
 
 
 def test_more_prefixes_than_can_be_told_apart_end_the_search(load, monkeypatch):

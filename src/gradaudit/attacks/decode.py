@@ -138,7 +138,7 @@ class Decode(Attack):
         # block 0's keys alone lack a direction a sentence, and of several sentences tell no more than their words
         if first is None or (first.roles == ("k",) and seen.knowledge.batch_size == 1):
             deeper = sentence_of_tables(seen) or read_any(seen, self.max_length, rng)
-            deeper = deeper or read_prefixes(seen, self.max_length)
+            deeper = deeper or read_prefixes(seen, self.max_length, rng)
             if deeper is not None:
                 return deeper
         if first is None:
@@ -158,7 +158,7 @@ class Decode(Attack):
                 seen, first, self._limits, rng
             )  # few coordinates were sent: neither full nor the batch's span
         if seen.model.causal:
-            return self._grown(seen, first)
+            return self._grown(seen, first, rng)
         return self._placed(seen, first)
 
     def gradient_evaluations(self, batch_size: int, tokens: int) -> int:
@@ -339,10 +339,10 @@ class Decode(Attack):
                 return alone
         return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), first.told())
 
-    def _grown(self, seen: Observation, first: Span) -> Reconstruction:
+    def _grown(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
         second = span(seen, 1) if seen.model.depth > 1 else None
         if second is None:
-            if (told := read_prefixes(seen, self.max_length)) is not None:
+            if (told := read_prefixes(seen, self.max_length, rng)) is not None:
                 return told
             raise NotSupportedError(
                 "attack 'decode' needs query, key or value gradients of blocks 0 and 1 of a decoder, or another matrix"

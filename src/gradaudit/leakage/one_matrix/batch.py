@@ -176,7 +176,7 @@ def _told(seen: Observation, signal: Signal, block: ReadBlock | None, search: Ba
     if block is None:
         told = named(seen, sentences, notes, details, matrices_of(seen, signal.keys))
     else:
-        told = _held(seen, block, sentences, notes, details)
+        told = held(seen, block, sentences, notes, details)
     if search.best is None:
         return told
     return replace(
@@ -188,7 +188,7 @@ def _told(seen: Observation, signal: Signal, block: ReadBlock | None, search: Ba
     )
 
 
-def _held(
+def held(
     seen: Observation,
     block: ReadBlock,
     sentences: Sequence[tuple[int, ...]],

@@ -6,10 +6,12 @@ which the entries carry, and what these errors make of right rows is taken off.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gradaudit.leakage.one_matrix.signal import Signal
-from gradaudit.leakage.rowspace.subspace import gap_rank, span
+from gradaudit.leakage.rowspace.subspace import Span, gap_rank, span
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.held import ReadBlock
 from gradaudit.leakage.uneven.low_rank import started
@@ -74,17 +76,43 @@ def _inputs(seen: Observation, layer: int, roles: str) -> Signal | None:
 
 def _fitted(seen: Observation, layer: int, some: Entries, rng: torch.Generator) -> tuple[Signal, ReadBlock] | None:
     """Return the space of what enters a matrix of which each entry has an error."""
+    found = fitted_span(seen, layer, some, rng)
+    if found is None:
+        return None
+    fitted, block = found
+    lost = fitted.lost
+    assert lost is not None
+    there = "".join(fitted.roles)
+    basis, differences = fitted.basis[None].contiguous(), _differences(seen.model, there)
+    blur, doubtful = _BLUR * float(lost.sum()), doubted(fitted)
+    return Signal(layer, there, basis, differences, scale=fitted.scale, blur=blur, doubtful=doubtful), block
+
+
+def fitted_span(seen: Observation, layer: int, some: Entries, rng: torch.Generator) -> tuple[Span, ReadBlock] | None:
+    """Return what spans the inputs of a matrix of which each entry has an error, and the entries with their low rank.
+
+    Args:
+        seen: the update.
+        layer: block.
+        some: its entries.
+        rng: draws the noise that errors are measured with.
+
+    Returns:
+        None where no low rank stands out. Directions that are none of the batch's are left out.
+    """
     block = ReadBlock(seen.model, some, layer, started(seen.knowledge.batch_size), rng)
     fitted = block.span
     if fitted is None or fitted.lost is None:
         return None
-    there = "".join(role for _, role in block.keys)
     sure = fitted.lost < _LOST
-    blur = _BLUR * float(fitted.lost[sure].sum())
-    doubtful = int((fitted.lost[sure] > _DOUBTED).sum())
-    basis = fitted.basis[None, :, sure].contiguous()
-    differences = _differences(seen.model, there)
-    return Signal(layer, there, basis, differences, scale=fitted.scale, blur=blur, doubtful=doubtful), block
+    roles = tuple(role for _, role in block.keys)
+    kept = replace(fitted, basis=fitted.basis[:, sure], rank=int(sure.sum()), lost=fitted.lost[sure], roles=roles)
+    return kept, block
+
+
+def doubted(inside: Span) -> int:
+    """Return how many directions of a span may be of errors alone."""
+    return 0 if inside.lost is None else int((inside.lost > _DOUBTED).sum())
 
 
 def _differences(model: TextModel, roles: str) -> bool:

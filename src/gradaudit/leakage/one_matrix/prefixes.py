@@ -16,11 +16,16 @@ from torch import Tensor
 
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.decoding.explain import named
+from gradaudit.leakage.one_matrix.batch import held
+from gradaudit.leakage.one_matrix.most_telling import doubted, fitted_span
 from gradaudit.leakage.priors import usual_places
 from gradaudit.leakage.rowspace.deflation import matrices_of
 from gradaudit.leakage.rowspace.growth import ROUNDING, UNRELATED, phantom
 from gradaudit.leakage.rowspace.prefixes import Attended, blocks_for, leaf_values
-from gradaudit.leakage.rowspace.subspace import Span, cut_by_gap, span
+from gradaudit.leakage.rowspace.subspace import Span, cut_above_noise, cut_by_gap, span
+from gradaudit.leakage.uneven.entries import entries
+from gradaudit.leakage.uneven.held import ReadBlock
+from gradaudit.leakage.uneven.steps import PlainStep
 from gradaudit.models.base import TextModel
 from gradaudit.progress import answering, step
 from gradaudit.types import Observation, Reconstruction
@@ -78,8 +83,8 @@ class PrefixSearch:
 
     @property
     def missing(self) -> int:
-        """Directions of the span that no row was found for."""
-        return self.inside.rank - len(self._directions)
+        """Directions of the span that no row was found for, less those that may be of errors."""
+        return self.inside.rank - len(self._directions) - doubted(self.inside)
 
     def run(self) -> None:
         """Grow prefixes until the span is full, or nothing fits."""
@@ -114,8 +119,12 @@ class PrefixSearch:
         """Try some words behind prefixes of one length."""
         prefixes = self._tensor(texts)
         words = self._in_turn(prefixes)[:, self._parts[chunk]]
-        residuals = leaf_values(self._attended, prefixes, words, [(self._key, self.inside.residual)])[0]
-        limit = cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED)
+        measures = [(self._key, self.inside.residual), (self._key, self.inside.expected)]
+        residuals, expected = leaf_values(self._attended, prefixes, words, measures)
+        if self.inside.lost is None:
+            limit = cut_by_gap(residuals.flatten(), ROUNDING, UNRELATED)
+        else:
+            limit = cut_above_noise(residuals.flatten(), expected.flatten(), self.inside.rank, ROUNDING)
         parent, at = torch.where(residuals < limit)
         self._accept(texts, parent, words[parent, at][:, None])
         for text in texts:
@@ -158,28 +167,32 @@ class PrefixSearch:
         return torch.tensor(texts, dtype=torch.long, device=self.inside.basis.device).view(len(texts), -1)
 
 
-def read_prefixes(seen: Observation, longest: int) -> Reconstruction | None:
-    """Return a decoder's sentences, dropout off, from whatever matrix of a block its gradient holds.
+def read_prefixes(seen: Observation, longest: int, rng: torch.Generator) -> Reconstruction | None:
+    """Return a decoder's sentences, dropout off, from whatever matrix of a block its update holds.
 
     Args:
-        seen: a gradient.
+        seen: a gradient, or the weight change of a step of SGD.
         longest: tokens that a sentence may have.
+        rng: draws the noise that errors are measured with.
 
     Returns:
         None where nothing tells: another kind of update or model, or no matrix whose inputs tell prefixes apart.
     """
     known = seen.knowledge
-    inside = None if known.dropout or not seen.model.causal or seen.kind != "gradient" else telling_span(seen)
-    if inside is None:
+    found = None if known.dropout or not seen.model.causal else telling_span(seen, rng)
+    if found is None:
         return None
+    inside, block = found
     search = PrefixSearch(seen.model, inside, known.batch_size, longest)
-    with answering(lambda had: _told(seen, search) if search.sentences else None):
+    with answering(lambda had: _told(seen, search, block) if search.sentences else None):
         search.run()
-    return _told(seen, search)
+    return _told(seen, search, block)
 
 
-def telling_span(seen: Observation) -> Span | None:
+def telling_span(seen: Observation, rng: torch.Generator) -> tuple[Span, ReadBlock | None] | None:
     """Return the span of the inputs of the shared matrix that costs least to search; None where none tells sentences.
+
+    With it come the entries and their low rank, where each has an error of its own: those of a step of SGD.
 
     Block 0's q, k and v read single words, which with absolute positions is enough for one sentence; so does its
     feed-forward where that stands beside the attention (Phi). A classifier's last block sends its keys and values at
@@ -195,25 +208,37 @@ def telling_span(seen: Observation) -> Span | None:
     last = model.depth - 1 if model.spec.task == "classification" else model.depth
     for layer in range(model.depth):
         for roles in ("qkv", "f", "o", "p"):
-            found = span(seen, layer, roles) if roles == "qkv" or layer != last else None
-            if found is None or not 1 < found.rank < len(found.basis):
+            there = {role for role in roles if seen.role(layer, role)}
+            if not there or (layer == last and not there & {"k", "v"}):
+                continue
+            if there == {"k"} and model.absolute_positions:
                 continue
             if layer == 0 and not alone and not _contextual(model, roles[0]):
                 continue
-            if layer == last and "k" not in found.roles and "v" not in found.roles:
-                continue
-            if found.roles == ("k",) and model.absolute_positions:
-                continue
-            if found.roles == ("q",) and not model.special.prefix:
+            if there == {"q"} and not model.special.prefix:
                 blind = True
                 continue
-            return found
+            found = _spanned(seen, layer, roles, rng)
+            if found is not None and 1 < found[0].rank < len(found[0].basis):
+                return found
     if blind:
         raise NotSupportedError(
             "attack 'decode' cannot read a decoder's queries alone where its tokenizer puts no token first: the first "
             "word sends no query; share a key, value, output or feed-forward matrix, too"
         )
     return None
+
+
+def _spanned(seen: Observation, layer: int, roles: str, rng: torch.Generator) -> tuple[Span, ReadBlock | None] | None:
+    """Return the span of what enters some matrices, by their entries where each has an error of its own."""
+    if (some := entries(seen, layer, roles)) is not None:
+        # of AdamW's steps (5e-5, SmolLM2) one of five trials gave the sentence, and none a proof; of a gate's two
+        # matrices one would be explained by the other's gradient
+        plain = seen.kind == "delta" and isinstance(some.step, PlainStep)
+        alone = len(seen.model.views(layer, roles[0])) == 1
+        return fitted_span(seen, layer, some, rng) if plain and alone else None
+    exact = span(seen, layer, roles) if seen.kind == "gradient" else None
+    return None if exact is None else (exact, None)
 
 
 def _contextual(model: TextModel, role: str) -> bool:
@@ -223,14 +248,18 @@ def _contextual(model: TextModel, role: str) -> bool:
     return not torch.allclose(first, second)
 
 
-def _told(seen: Observation, search: PrefixSearch) -> Reconstruction:
+def _told(seen: Observation, search: PrefixSearch, block: ReadBlock | None) -> Reconstruction:
     """Return what a search has, proven where the sentences make the matrix that was read."""
     inside = search.inside
     notes = [f"read from block {inside.layer}'s {', '.join(inside.roles)} alone"]
     if search.crowded:
         notes.append("more prefixes fit than can be told apart")
         return Reconstruction((), certificates=(), notes=tuple(notes), details=inside.told())
-    if search.missing:
+    if search.missing > 0:
         notes.append(f"{search.missing} of {inside.rank} rows belong to none of these sentences")
+    elif len(search.sentences) < (seen.knowledge.batch_size or 0):
+        notes.append("the others of the batch are copies of these, or begin one of them")
+    if block is not None:
+        return held(seen, block, search.sentences, notes, inside.told())
     keys = [(inside.layer, role) for role in inside.roles]
     return named(seen, search.sentences, notes, inside.told(), matrices_of(seen, keys))

@@ -111,8 +111,8 @@ def words_alone(seen: Observation) -> Reconstruction:
     if words is None:
         dropped = " (dropout was on)" if seen.knowledge.dropout else ""
         raise NotSupportedError(
-            "attack 'decode' needs query, key or value gradients of block 0, a matrix of any block of a gradient or of "
-            f"an encoder's step with dropout off, or the word table; none of them is in this update{dropped}"
+            "attack 'decode' needs query, key or value gradients of block 0, a matrix of any block of a gradient or a "
+            f"step (of a decoder: of SGD) with dropout off, or the word table; none of them is in this update{dropped}"
         )
     special = seen.model.special.ids
     named = tuple(NamedWord(token, certain=True) for token in words.tolist() if token not in special)
