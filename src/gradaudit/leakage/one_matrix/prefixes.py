@@ -33,8 +33,7 @@ from gradaudit.types import Observation, Reconstruction
 _FIRST, _TIMES = 256, 4
 """Words tried behind a prefix at first, and how many times as many after every further try."""
 _LATER = 3
-"""A prefix that was continued waits for so many tries of the others: one sentence has no second
-continuation."""
+"""A prefix that was continued waits for so many tries of the others: one sentence has no second continuation."""
 _NEW = 1e-4
 """A row farther than this from the span of those found is one of its own; rounding leaves 1e-6."""
 _MOST = 2048
