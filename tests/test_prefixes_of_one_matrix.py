@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +155,25 @@ def test_a_step_of_sgd_is_read_and_proven_from_one_matrix_and_one_of_adamw_refus
     step = tiny_models.seen_of(Client(model, LocalTraining("adamw", 1e-3)), batch, "1:v")
     with pytest.raises(NotSupportedError, match="of a decoder: of SGD"):
         Decode()(step, stream(0, "attack"))
+
+
+def test_what_the_tokenizer_puts_around_a_sentence_is_part_of_it(tmp_path: Path):
+    folder = tiny_models.make_folder("llama", tmp_path / "llama")
+    told = json.loads((folder / "tokenizer.json").read_text())
+    frame = [{"SpecialToken": {"id": "[UNK]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    told["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*frame, frame[0]],
+        "pair": [*frame, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"[UNK]": {"id": "[UNK]", "ids": [1], "tokens": ["[UNK]"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    model, texts = tiny_models.tiny(folder), tiny_models.sentences((4, 5), 5)
+    assert model.special.prefix == model.special.suffix == (1,)
+    for where in ("1:v", "1:q"):  # the first token is known, so that queries alone are enough
+        found = Decode()(seen(model, texts, where), stream(0, "attack"))
+        assert set(found.sequences) == right(model, texts)
+        assert found.certificates == ("proven", "proven")
 
 
 def test_more_prefixes_than_can_be_told_apart_end_the_search(load, monkeypatch):

@@ -62,7 +62,8 @@ class PrefixSearch:
         self._attended = Attended(model, blocks_for([self._key]))
         device = inside.basis.device
         self._usual = torch.tensor(usual_places(model), device=device)
-        never = [token for token in sorted(model.special.ids) if token < model.vocabulary_size]
+        framing = {*model.special.prefix, *model.special.suffix}
+        never = [token for token in sorted(model.special.ids - framing) if token < model.vocabulary_size]
         self._never = torch.tensor(never, dtype=torch.long, device=device)
         ends = [0, _FIRST]
         while ends[-1] < model.vocabulary_size - len(self._never):
