@@ -20,10 +20,10 @@ from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noi
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
 from gradaudit.leakage.one_matrix.batch import read_any
-from gradaudit.leakage.one_matrix.prefixes import read_prefixes
+from gradaudit.leakage.one_matrix.growing import read_prefixes
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables, words_alone
-from gradaudit.leakage.rowspace.growth import GrowthRules, grow
+from gradaudit.leakage.rowspace.growth import GrowthRules, grow, words_within
 from gradaudit.leakage.rowspace.subspace import Span, span
 from gradaudit.leakage.uneven.by_step import named_by_step
 from gradaudit.leakage.uneven.decoded import decode_change
@@ -344,9 +344,7 @@ class Decode(Attack):
         if second is None:
             if (told := read_prefixes(seen, self.max_length, rng)) is not None:
                 return told
-            raise NotSupportedError(
-                "attack 'decode' needs query, key or value gradients of blocks 0 and 1 of a decoder, or another matrix"
-            )
+            return words_within(seen.model, first)
         if second.rank >= seen.model.width:
             return Reconstruction(sequences=(), notes=(FULL,), details=first.told())
         grown = grow(seen, first, second, GrowthRules(longest=self.max_length))

@@ -84,7 +84,7 @@ def _fitted(seen: Observation, layer: int, some: Entries, rng: torch.Generator) 
     assert lost is not None
     there = "".join(fitted.roles)
     basis, differences = fitted.basis[None].contiguous(), _differences(seen.model, there)
-    blur, doubtful = _BLUR * float(lost.sum()), doubted(fitted)
+    blur, doubtful = _BLUR * float(lost.sum()), doubtful_directions(fitted)
     return Signal(layer, there, basis, differences, scale=fitted.scale, blur=blur, doubtful=doubtful), block
 
 
@@ -110,7 +110,7 @@ def fitted_span(seen: Observation, layer: int, some: Entries, rng: torch.Generat
     return kept, block
 
 
-def doubted(inside: Span) -> int:
+def doubtful_directions(inside: Span) -> int:
     """Return how many directions of a span may be of errors alone."""
     return 0 if inside.lost is None else int((inside.lost > _DOUBTED).sum())
 

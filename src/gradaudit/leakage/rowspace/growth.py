@@ -11,7 +11,7 @@ from gradaudit.leakage.rowspace.subspace import Span, cut_above_noise, cut_by_ga
 from gradaudit.leakage.rowspace.vocabulary import NearTokens, VocabularyCheck, measured_tokens, near_tokens
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
-from gradaudit.types import Observation
+from gradaudit.types import NamedWord, Observation, Reconstruction
 
 ROUNDING = 5e-6
 """Residuals of true rows in float32: measured at most 3.2e-6 over batches of up to 170 tokens."""
@@ -200,6 +200,21 @@ def _later(
         tried += more
         later += [text for text in grown if start + len(text) == end and text not in found]
     return later, tried
+
+
+def words_within(model: TextModel, first: Span) -> Reconstruction:
+    """Return the words whose rows lie in block 0's span, at any position: what a decoder's block 0 tells by itself.
+
+    Args:
+        model: a decoder.
+        first: block 0's span.
+    """
+    accepted = AcceptedTokens(model, first, None)
+    positions = range(min(first.rank + 1, model.max_length)) if model.absolute_positions else range(1)
+    found = dict.fromkeys(token for at in positions for token in accepted.at(at).tolist())
+    words = tuple(NamedWord(token) for token in found if token not in model.special.ids)
+    note = "only block 0's queries, keys or values were seen: they tell a decoder's words, and no sentence"
+    return Reconstruction(words=words, notes=(note,), details=first.told())
 
 
 def spread_tokens(model: TextModel, device: torch.device) -> Tensor:

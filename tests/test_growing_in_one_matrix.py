@@ -15,8 +15,8 @@ from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.decoding.explain import explain
-from gradaudit.leakage.one_matrix import prefixes as prefixes_file
-from gradaudit.leakage.one_matrix.prefixes import PrefixSearch, read_prefixes
+from gradaudit.leakage.one_matrix import growing as growing_file
+from gradaudit.leakage.one_matrix.growing import PrefixSearch, read_prefixes
 from gradaudit.leakage.rowspace.deflation import matrices_of
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.transformers import TransformersModel
@@ -31,7 +31,7 @@ def seen(model: TransformersModel, texts: list[str], selection: str, given: Give
 
 
 def telling_span(seen: Observation) -> Span | None:
-    found = prefixes_file.telling_span(seen, stream(0, "attack"))
+    found = growing_file.telling_span(seen, stream(0, "attack"))
     return None if found is None else found[0]
 
 
@@ -85,6 +85,22 @@ def test_block_0_s_attention_reads_one_sentence_by_its_positions_and_no_batch(lo
     assert telling_span(seen(load("llama"), one, "0:q,v")) is None  # its rows know of no order
 
 
+@pytest.mark.parametrize(
+    ("family", "where", "missing"), [("llama", "0:v", 0), ("llama", "0:q", 1), ("gpt2", "0:k,v", 0)]
+)
+def test_block_0_s_attention_names_a_batch_s_words(load, family: str, where: str, missing: int):
+    model = load(family)
+    sent, other = (tiny_models.sentences((4, 5), 5, words) for words in (tiny_models.MADE_UP, tiny_models.OTHERS))
+    found = Decode()(seen(model, sent, where), stream(0, "attack"))
+    words = {word.token for word in found.words}
+    true = right(model, sent)
+    # every sentence's first word sends no query
+    assert words == {token for row in true for token in row[missing:]}
+    assert not words & {token for row in right(model, other) for token in row}
+    assert found.sequences == ()
+    assert "they tell a decoder's words, and no sentence" in found.notes[0]
+
+
 def test_block_0_s_feed_forward_reads_prefixes_unless_it_stands_beside_the_attention(load):
     texts = tiny_models.sentences((4, 5), 5)
     assert telling_span(seen(load("llama"), texts, "0:f")) is not None
@@ -110,8 +126,8 @@ def test_another_batch_s_sentences_are_not_found(load):
 def test_words_that_the_model_foretells_last_are_found_too(load, monkeypatch):
     model, texts = load("llama"), tiny_models.sentences((5, 4), 5)
     ids = tiny_models.batch_of(model, texts).ids
-    monkeypatch.setattr(prefixes_file, "_FIRST", 8)
-    monkeypatch.setattr(prefixes_file, "usual_places", lambda m: torch.arange(m.vocabulary_size).flip(0).tolist())
+    monkeypatch.setattr(growing_file, "_FIRST", 8)
+    monkeypatch.setattr(growing_file, "usual_places", lambda m: torch.arange(m.vocabulary_size).flip(0).tolist())
     worst = torch.arange(float(model.vocabulary_size)).index_fill(0, ids.unique(), -1e9)
     monkeypatch.setattr(TransformersModel, "foretold", lambda self, prefixes: worst.expand(len(prefixes), -1))
     found = Decode()(seen(model, texts, "1:p"), stream(0, "attack"))
@@ -178,7 +194,7 @@ def test_what_the_tokenizer_puts_around_a_sentence_is_part_of_it(tmp_path: Path)
 
 def test_more_prefixes_than_can_be_told_apart_end_the_search(load, monkeypatch):
     model, texts = load("llama"), tiny_models.sentences((4, 6), 5)
-    monkeypatch.setattr(prefixes_file, "_MOST", 1)
+    monkeypatch.setattr(growing_file, "_MOST", 1)
     found = Decode()(seen(model, texts, "1:v"), stream(0, "attack"))
     assert found.sequences == ()
     assert "more prefixes fit than can be told apart" in found.notes

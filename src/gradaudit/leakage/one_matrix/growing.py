@@ -17,7 +17,7 @@ from torch import Tensor
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.decoding.explain import named
 from gradaudit.leakage.one_matrix.batch import held
-from gradaudit.leakage.one_matrix.most_telling import doubted, fitted_span
+from gradaudit.leakage.one_matrix.most_telling import doubtful_directions, fitted_span
 from gradaudit.leakage.priors import usual_places
 from gradaudit.leakage.rowspace.deflation import matrices_of
 from gradaudit.leakage.rowspace.growth import ROUNDING, UNRELATED, phantom
@@ -84,7 +84,7 @@ class PrefixSearch:
     @property
     def missing(self) -> int:
         """Directions of the span that no row was found for, less those that may be of errors."""
-        return self.inside.rank - len(self._directions) - doubted(self.inside)
+        return self.inside.rank - len(self._directions) - doubtful_directions(self.inside)
 
     def run(self) -> None:
         """Grow prefixes until the span is full, or nothing fits."""
@@ -216,15 +216,15 @@ def telling_span(seen: Observation, rng: torch.Generator) -> tuple[Span, ReadBlo
             if layer == 0 and not alone and not _contextual(model, roles[0]):
                 continue
             if there == {"q"} and not model.special.prefix:
-                blind = True
+                blind = not seen.role(0, "q")  # block 0's tell words
                 continue
             found = _spanned(seen, layer, roles, rng)
             if found is not None and 1 < found[0].rank < len(found[0].basis):
                 return found
     if blind:
         raise NotSupportedError(
-            "attack 'decode' cannot read a decoder's queries alone where its tokenizer puts no token first: the first "
-            "word sends no query; share a key, value, output or feed-forward matrix, too"
+            "attack 'decode' does not read a decoder's queries alone where its tokenizer puts no token first: the "
+            "first word sends no query; it needs a key, value, output or feed-forward matrix"
         )
     return None
 
