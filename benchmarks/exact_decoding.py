@@ -1,15 +1,16 @@
 """Every cell of exact decoding's table: one row a setting, one file a group in benchmarks/results/exact-decoding/.
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
-        matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps matrices-decoder left-alone freezing \
-        tables crowded
+        matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps matrices-decoder left-alone load \
+        freezing tables crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
 unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
 own), matrices-steps (of an optimizer's step), matrices-decoder (of a decoder), left-alone (what a defense leaves
-alone), freezing (what a frozen part leaves), tables (the embedding tables), crowded (long sentences and many). Records
-go to out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+alone), load (dropout on, to twice as many tokens as coordinates), freezing (what a frozen part leaves), tables (the
+embedding tables), crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on
+there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -193,6 +194,12 @@ def crowded() -> list[Cell]:
     return [*cells, Cell("rt", 8, 3, model="mpnet", seed=17171), Cell("rt", 16, 2, model="mpnet", seed=17171)]
 
 
+def load() -> list[Cell]:
+    """Dropout on, more and more tokens, on a draw that nothing was developed on."""
+    sizes = (("minilm", ((24, 3), (32, 3), (48, 3), (64, 2))), ("mpnet", ((48, 2), (64, 3), (128, 2))))
+    return [Cell("cola", b, n, PRACTICAL, model, seed=23232) for model, some in sizes for b, n in some]
+
+
 GROUPS = {
     "practical": practical,
     "rates": rates,
@@ -209,6 +216,7 @@ GROUPS = {
     "matrices-steps": matrices_steps,
     "matrices-decoder": matrices_decoder,
     "left-alone": left_alone,
+    "load": load,
     "crowded": crowded,
     "freezing": freezing,
     "tables": tables,

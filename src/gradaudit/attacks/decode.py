@@ -12,6 +12,7 @@ from gradaudit.leakage.adapters.fresh import read_fresh
 from gradaudit.leakage.adapters.sparse_prefixes import put_together
 from gradaudit.leakage.adapters.sparse_words import SparseWords, adapter_words
 from gradaudit.leakage.adapters.stepped_words import stepped_words
+from gradaudit.leakage.crowded.sentences import read_crowded
 from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
@@ -41,6 +42,9 @@ _EFFORTS = (2, 4)
 """Rows still missing: each round tries so many times as often."""
 _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
+_FEW_ROWS = 0.3
+"""Fewer decoded rows say less than words put together (MiniLM, 0.8 tokens a coordinate, 21% of the rows: ROUGE-L 31 by
+rows, 37 by words; 0.68, 71%: 91 by rows)."""
 _DROWNED = 0.5
 """Entries known to no better than this share of their size, in the middle, tell words and places, and no masks: those
 are read at noise of .0003 (0.24 to 0.39), not of .001 (0.69 to 0.9; MiniLM, 1 and 4 sentences)."""
@@ -144,7 +148,7 @@ class Decode(Attack):
         if first is None:
             return words_alone(seen)
         if first.rank >= 0.95 * seen.model.width or self._coarse(seen, first):
-            return out_of_noise(seen, first, self._limits, rng)
+            return self._crowded(seen, rng) or out_of_noise(seen, first, self._limits, rng)
         rate = seen.knowledge.dropout
         if rate is None and unmasked(seen, first):
             rate = 0.0
@@ -249,6 +253,11 @@ class Decode(Attack):
 
     # dropout on
 
+    @staticmethod
+    def _crowded(seen: Observation, rng: torch.Generator) -> Reconstruction | None:
+        """Return sentences of a batch whose rows are not told apart, where no defense is known to have blurred them."""
+        return None if seen.knowledge.defenses or seen.kind != "gradient" else read_crowded(seen, rng)
+
     def _masked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
         model, known = seen.model, seen.knowledge
         if not model.absolute_positions:
@@ -260,6 +269,8 @@ class Decode(Attack):
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
         found = find_rows(inputs, how, rng)
         details: dict[str, Any] = first.told()
+        if len(found) < _FEW_ROWS * first.rank and (crowded := self._crowded(seen, rng)):
+            return crowded
         if not found:
             return Reconstruction(sequences=(), notes=(f"none of {first.rank} rows was decoded",), details=details)
         rows = DecodedRows(seen, inputs, found)

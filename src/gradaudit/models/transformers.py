@@ -383,6 +383,26 @@ class TransformersModel(Model):
             for hook in hooks:
                 hook.remove()
 
+    def first_attention(self, ids: Tensor, mask: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return block 0's queries, keys and values, and what its attention mixes of them, in one graph.
+
+        Args:
+            ids: [B, T] token ids.
+            mask: [B, T] bool, False for padding.
+
+        Returns:
+            Three of [B, T, d], and the mixed values [B, T, d], which read the attention's output matrix.
+        """
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        names = [self.family.views(0, role)[0].parameter for role in "qkvo"]
+        if len(set(names)) < len(names):
+            raise NotSupportedError(f"{self.spec.name} makes queries, keys and values by one matrix")
+        with torch.enable_grad(), self._evaluating(), tapped(self.module, names, len(ids)) as taps:
+            hidden = self.family.embed(ids, positions).detach().requires_grad_(True)
+            self.family.run_block(0, hidden, additive(self.program._allowed(mask), self.program._dtype()), positions)
+        *made, mixed = (taps[name][0] for name in names)
+        return [tap.written for tap in made], mixed.read
+
     @torch.no_grad()
     def after_attention(self, layer: int, hidden: Tensor, mixed: Tensor) -> Tensor:
         """Return what an encoder's block makes of rows whose attention is at hand, [N, d].

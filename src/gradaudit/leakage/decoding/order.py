@@ -277,7 +277,7 @@ def mended(
     now, left = start, evaluations
 
     def changes() -> Iterator[list[int]]:
-        every = changes_of(now, words, inner or 1, room, rng)
+        every = changes_of(now.inner, words, inner or 1, room, rng)
         if places is None:
             return every
         several = [tuple(one) for one in chain(every, places.others(now.inner))]
@@ -294,16 +294,18 @@ def mended(
     return now
 
 
-def changes_of(now: Ordered, words: Sequence[int], least: int, room: int, rng: torch.Generator) -> Iterator[list[int]]:
+def changes_of(
+    now: Sequence[int], words: Sequence[int], least: int, room: int, rng: torch.Generator
+) -> Iterator[list[int]]:
     """Yield, in random order, every exchange, move, removal, repetition and replacement of one of the words.
 
     Args:
-        now: the sentence that is changed.
+        now: tokens between the special ones.
         words: token ids that may be put in.
         least, room: tokens between the special ones, at least and at most.
         rng: draws the order.
     """
-    inner = list(now.inner)
+    inner = list(now)
     places = range(len(inner))
     changes: list[tuple[str, int, int]] = [("exchange", a, b) for a, b in combinations(places, 2)]
     changes += [("move", a, b) for a in places for b in places if abs(a - b) > 1]
