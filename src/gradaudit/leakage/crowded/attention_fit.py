@@ -60,9 +60,9 @@ class AttentionFit:
             return torch.stack(parts, 2) / self._scale[:, None]
 
         def gathered(errors: Tensor) -> Tensor:
-            """Return the transposed map, of the words asked for."""
+            """Return the transposed map, of the words asked for; nothing comes back to padding."""
             parts = torch.where(asked, errors / self._scale[:, None], 0.0).unbind(2)
-            return torch.autograd.grad(back, probe, parts, retain_graph=True)[0]
+            return torch.autograd.grad(back, probe, parts, retain_graph=True)[0] * mask[..., None]
 
         def inner(one: Tensor, other: Tensor) -> Tensor:
             return (one * other).sum((1, 2), keepdim=True)

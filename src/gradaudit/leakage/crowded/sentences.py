@@ -35,12 +35,13 @@ _TRIES, _AT_ONCE, _BETTER = 300, 32, 1e-4
 """Orders tried a sentence at most, so many in one pass; what counts as a gain in shares explained."""
 
 
-def read_crowded(seen: Observation, rng: torch.Generator) -> Reconstruction | None:
+def read_crowded(seen: Observation, rng: torch.Generator, least: float = 0.0) -> Reconstruction | None:
     """Return the sentences of a batch that fills the row space; None where too little was sent or told.
 
     Args:
         seen: a gradient; block 0's q, k and v are needed, and the batch size.
         rng: draws the order in which changes are tried.
+        least: words that must be told, in times the model's width; and one a sentence.
     """
     model, size = seen.model, seen.knowledge.batch_size
     sent = [seen.role(0, role) for role in "qkv"]
@@ -55,7 +56,7 @@ def read_crowded(seen: Observation, rng: torch.Generator) -> Reconstruction | No
         {*special.prefix, *special.suffix}, special.ids
     ))  # fmt: skip
     ids = present(words, beside, never, stacked, _BY_CHANCE)
-    if len(ids) < size:
+    if len(ids) < max(size, least * model.width):
         return None
     blur = model.first_inputs(_MEAN_ROWS[0], ids).double().square().mean(0)
     directions = torch.cat([words[ids], words[frame], beside]).double()
