@@ -43,8 +43,8 @@ _EFFORTS = (2, 4)
 _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _TOO_MANY = 0.78
-"""With more masked rows a coordinate too few decode, and words put together say more (MiniLM: of 0.80 21%, ROUGE-L 31 by
-rows and 37 by words; of 0.68 71%, 91 by rows)."""
+"""With more masked rows a coordinate too few decode, and words put together say more (MiniLM: of 0.80 21%, ROUGE-L 31
+by rows and 37 by words; of 0.68 71%, 91 by rows)."""
 _MANY_WORDS = 0.4
 """So many words, in times the width, fill a row space, and no noise does (MiniLM and MPNet: 0.46 to 0.61 at 0.9 to 1.1
 tokens a coordinate, 0.31 at 0.5)."""
