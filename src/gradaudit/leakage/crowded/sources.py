@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _STEPS = 30
-"""Of expectation and maximization; the noise settles after ten."""
+"""Turns; the noise settles after ten."""
 _WEAK = 0.1
 """Ridge of the positions' shares, in the middle word's energy: 0.001 places 51% of words that occur once, this 52% (one
 batch, MPNet, b/d 1.07)."""
@@ -17,8 +17,8 @@ batch, MPNet, b/d 1.07)."""
 def sources(gradient: Tensor, directions: Tensor, blur: Tensor) -> Tensor:
     """Return [n, out] what each direction brought: gradient = sum of signal x direction, and noise.
 
-    Signals are drawn with an energy of each direction's own and noise with one of each column's, all found by
-    expectation and maximization.
+    Signals are drawn with an energy of each direction's own, and noise with the variance of its column; these sizes and
+    the signals are found in turns.
 
     Args:
         gradient: [out, d].
