@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+import gradaudit.attacks.decode as attack_file
 import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
@@ -18,7 +20,7 @@ from gradaudit.leakage.crowded.words import present
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
-from gradaudit.types import Given
+from gradaudit.types import Given, Reconstruction
 from made_data import sample_batch
 
 WORDS, COORDINATES = 4000, 64
@@ -42,7 +44,9 @@ def test_words_of_a_full_row_space_are_told_and_no_others():
 def test_noise_has_no_words():
     rng = torch.Generator().manual_seed(2)
     table = torch.randn(WORDS, COORDINATES, generator=rng)
-    found = present(table, torch.zeros(0, COORDINATES), torch.tensor([0]), torch.randn(200, COORDINATES), 0.02)
+    found = present(
+        table, torch.zeros(0, COORDINATES), torch.tensor([0]), torch.randn(200, COORDINATES, generator=rng), 0.02
+    )
     assert len(found) <= 1
 
 
@@ -139,17 +143,35 @@ def test_more_tokens_than_coordinates_are_read_in_part_and_nothing_is_called_pro
     assert shared(guesses) > 2.5 * shared(mixed)
 
 
-def test_without_queries_keys_and_values_or_the_batch_size_nothing_is_put_together(load):
-    model = load("bert")
+@pytest.mark.parametrize(
+    ("selection", "given"), [("0:q,k", Given()), ("0:q,k,v", Given(batch_size=False)), ("0:q,k,v", Given())]
+)
+def test_only_with_queries_keys_values_and_the_batch_size_words_are_looked_for(load, monkeypatch, selection, given):
+    model, asked = load("bert"), []
+
+    def none(*arguments: object) -> torch.Tensor:
+        asked.append(arguments)
+        return torch.zeros(0, dtype=torch.long)
+
+    monkeypatch.setattr(crowded, "present", none)
     batch = tiny_models.batch_of(model, tiny_models.sentences((9, 9), 5))
-    for selection, given in (("0:q,k", Given()), ("0:q,k,v", Given(batch_size=False))):
-        seen = tiny_models.seen_of(Client(model, dropout=True), batch, selection, given)
-        assert crowded.read_crowded(seen, stream(0, "attack")) is None
+    seen = tiny_models.seen_of(Client(model, dropout=True), batch, selection, given)
+    assert crowded.read_crowded(seen, stream(0, "attack")) is None
+    assert bool(asked) == (selection == "0:q,k,v" and given.batch_size)
 
 
-def test_what_a_defense_blurred_is_left_to_what_reads_noise(load):
-    model = load("bert")
+def test_what_a_defense_blurred_and_weight_changes_are_left_to_others(load, monkeypatch):
+    model, answer = load("bert"), Reconstruction(notes=("read",))
+    monkeypatch.setattr(attack_file, "read_crowded", lambda *arguments: answer)
     batch = tiny_models.batch_of(model, tiny_models.sentences((9, 9), 5))
     seen = tiny_models.seen_of(Client(model, dropout=True), batch, "0:q,k,v", Given())
-    assert seen.knowledge.defenses == ()
-    assert Decode._crowded(seen, stream(0, "attack")) is None  # two sentences have too few words that are told
+    assert Decode._crowded(seen, stream(0, "attack")) is answer
+    blurred = replace(seen, knowledge=replace(seen.knowledge, defenses=({"name": "gaussian", "sigma": 1.0},)))
+    for other in (blurred, replace(seen, kind="delta")):
+        assert Decode._crowded(other, stream(0, "attack")) is None
+
+
+def test_more_words_than_a_sentence_has_are_not_searched(load):
+    model = load("bert")
+    words = list(range(5, 5 + crowded._PLACES + 1))
+    assert crowded.in_order(None, model, words, stream(0, "attack"))[1:-1] == tuple(words)

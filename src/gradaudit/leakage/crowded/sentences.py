@@ -116,6 +116,8 @@ def in_order(fit: AttentionFit, model: TextModel, words: Sequence[int], rng: tor
     def explained(some: Sequence[Sequence[int]]) -> Tensor:
         return fit([(*prefix, *inner, *suffix) for inner in some]).sum(1)
 
+    if len(words) > _PLACES:  # several sentences that were not told apart: no order of theirs is one
+        return (*prefix, *words, *suffix)
     now, best, left = list(words), float(explained([words])[0]), _TRIES
     options = changes_of(now, (), len(now), len(now), rng)
     while left > 0 and (some := list(islice(options, _AT_ONCE))):
