@@ -44,7 +44,7 @@ def linked(
     rows.model, rows.size = SimpleNamespace(special=special), len(groups)  # type: ignore[assignment]
     monkeypatch.setattr(sentences, "group", lambda *_: groups)
     monkeypatch.setattr(DecodedRows, "_changes", lambda *_: [])
-    monkeypatch.setattr(Signals, "affinity", lambda self, positions: torch.zeros(len(positions), len(positions)))
+    monkeypatch.setattr(Signals, "affinity", lambda self, rows, positions: torch.zeros(len(rows), len(rows)))
     hidden, beside = (torch.zeros(0, HEADS, SIZE, dtype=torch.double),) * 2, torch.zeros(1, 0)
     rows._blurred = [Signals(*drawn, hidden, beside) for drawn in draws]
     return rows.link(Signals(*parts, hidden, beside))
@@ -188,10 +188,10 @@ def test_sentences_are_proven_without_the_rows_of_another_and_show_where_those_l
     proven = {t for t, sure in zip(texts, found.certificates, strict=True) if sure == "proven"}
     assert len(proven) == 2
     assert proven <= decoded.truth
-    more = rows.missing(signals, found, Search(3, 200, 64), stream(0, "more"))
+    more = rows.missing(found, Search(3, 200, 64), 0, 0, stream(0, "more"))
     wanted = {(decoded.rows[i].token, decoded.rows[i].position) for i in lost}
     assert {(r.token, r.position) for r in more} == wanted
-    again, _, whole = rows.joined(more)
+    again, whole = rows.completed(signals, Search(3, 200, 64), stream(0, "more"))
     assert set(again.texts(whole.groups)) == decoded.truth
     assert whole.certificates == ["proven"] * 3
 

@@ -18,8 +18,8 @@ from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
 from gradaudit.leakage.decoding.explain import named
 from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise
-from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept, look_harder
-from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals, unlinked
+from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept
+from gradaudit.leakage.decoding.sentences import DecodedRows, unlinked
 from gradaudit.leakage.one_matrix.batch import read_any
 from gradaudit.leakage.one_matrix.growing import read_prefixes
 from gradaudit.leakage.rowspace.deflation import matrices
@@ -38,8 +38,8 @@ from gradaudit.leakage.uneven.words import read_words
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
-_EFFORTS = (2, 4)
-"""Rows still missing: each round tries so many times as often."""
+_WORTH = 0.2
+"""A round of programs for copies finds so much of what is missing, or other programs look for it (`completed`)."""
 _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _TOO_MANY = 0.78
@@ -276,7 +276,7 @@ class Decode(Attack):
             return crowded
         inputs = MaskedInputs(model, first)
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
-        found = find_rows(inputs, how, rng)
+        found = find_rows(inputs, how, rng, worth=_WORTH)
         details: dict[str, Any] = first.told()
         if not found:
             return Reconstruction(sequences=(), notes=(f"none of {first.rank} rows was decoded",), details=details)
@@ -287,7 +287,7 @@ class Decode(Attack):
             notes.append(unlinked(seen, "gradients"))
             sequences, certificates = rows.by_position()
         else:
-            rows, linked = self._completed(rows, signals, how, rng)
+            rows, linked = rows.completed(signals, how, rng)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
             proven = [s for s, sure in zip(sequences, certificates, strict=True) if sure == "proven"]
             if proven:
@@ -300,26 +300,6 @@ class Decode(Attack):
             notes.insert(0, f"{first.rank - len(rows.found)} of {first.rank} rows were not decoded")
         details |= {"rows": len(rows.found), "estimated_dropout": round(rows.rate(), 3)}
         return Reconstruction(tuple(sequences), certificates=tuple(certificates), notes=tuple(notes), details=details)
-
-    @staticmethod
-    def _completed(
-        rows: DecodedRows, signals: Signals, how: Search, rng: torch.Generator
-    ) -> tuple[DecodedRows, Linked]:
-        """Put rows together, and look for those missing: first in what proven sentences leave, then harder."""
-        inputs = rows.inputs
-        linked = rows.link(signals)
-        for effort in (*_EFFORTS, None):
-            while len(rows.found) < inputs.span.rank:
-                more = rows.missing(signals, linked, how, rng)
-                if not more:
-                    break
-                rows, signals, linked = rows.joined(more)
-            if effort is None or len(rows.found) == inputs.span.rank:
-                break
-            found = look_harder(inputs, how, rows.found, effort, rng)
-            if len(found) > len(rows.found):
-                rows, signals, linked = rows.joined(found[len(rows.found) :])
-        return rows, linked
 
     # dropout off
 

@@ -10,6 +10,9 @@ step. Flipping coordinates while that brings the masked row nearer to the span m
 is rounding, so the test for membership is as sharp as without dropout.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +23,8 @@ BEHIND = (
     "dropout is on, and not where words and positions come in (attention dropout alone): words are placed, and no "
     "deeper block can check them"
 )
+HALF = 0.5
+"""A coordinate of which the linear program keeps more is taken for kept."""
 _SMALLEST = 1e-2
 """Coordinates below this share of a typical one are not forbidden: a copy would hardly notice."""
 _PUSH = 0.05
@@ -48,8 +53,19 @@ def unmasked(seen: Observation, first: Span, rate: float | None = None) -> bool:
     return float(first.residual(seen.model.first_inputs(0, ids)).min()) < _WHOLE
 
 
+def decode_masks(basis: Tensor, rows: Tensor, **objective: Any) -> Tensor:
+    """Return [n, d] bool, the mask of each row that the linear program finds; nearly right ones are for `refine_masks`.
+
+    Args:
+        basis: [d, r] orthonormal.
+        rows: [n, d] clean rows x.
+        objective: as of `relaxed_masks`.
+    """
+    return relaxed_masks(basis, rows, **objective) > HALF
+
+
 @torch.no_grad()
-def decode_masks(
+def relaxed_masks(
     basis: Tensor,
     rows: Tensor,
     *,
@@ -57,8 +73,9 @@ def decode_masks(
     rng: torch.Generator | None = None,
     steps: int = 60,
     rounds: int = 4,
+    leaning: Tensor | None = None,
 ) -> Tensor:
-    """Return [n, d] bool, the mask of each row that the linear program finds; nearly right ones are for `refine_masks`.
+    """Return [n, d] in 0 to 1, what the linear program keeps of each coordinate.
 
     Args:
         basis: [d, r] orthonormal.
@@ -68,20 +85,30 @@ def decode_masks(
         steps: splitting steps of the first round (more change nothing: the rounds finish).
         rounds: further rounds of a third of the steps, reweighted so that coordinates near 0 or 1 are drawn there
             (decodes 151 of 153 in place of 147 at b/d = 0.52).
+        leaning: [r, r] symmetric positive definite: in place of lying anywhere in the span, a masked row with
+            coordinates c in the basis pays c^T (leaning^-1 - 1) c / 2.
     """
+    wide = basis.shape[1] * 2 > len(basis)
+    right = basis if leaning is None else basis @ leaning
+    # float32: only the side of 1/2 on which a coordinate falls is read, and `refine_masks` measures in float64
+    through = [(right @ basis.T).float()] if wide else [right.float(), basis.float().T]
     parts = []
     for start in range(0, len(rows), _CHUNK):
         some = slice(start, start + _CHUNK)
         without = None if forbidden is None else forbidden[some]
-        parts.append(_solve(basis, rows[some], without, rng, steps, rounds))
-    return torch.cat(parts) if parts else torch.zeros_like(rows, dtype=torch.bool)
+        parts.append(_solve(through, rows[some], without, rng, steps, rounds))
+    return torch.cat(parts) if parts else torch.zeros_like(rows, dtype=torch.float32)
 
 
 def _solve(
-    basis: Tensor, rows: Tensor, forbidden: Tensor | None, rng: torch.Generator | None, steps: int, rounds: int
+    through: Sequence[Tensor],
+    rows: Tensor,
+    forbidden: Tensor | None,
+    rng: torch.Generator | None,
+    steps: int,
+    rounds: int,
 ) -> Tensor:
-    # float32: only the side of 1/2 on which a coordinate falls is read, and `refine_masks` measures in float64
-    onto, x = basis.float(), torch.nn.functional.normalize(rows, dim=1).float() * rows.shape[1] ** 0.5
+    x = torch.nn.functional.normalize(rows, dim=1).float() * rows.shape[1] ** 0.5
     low, high = x.clamp_max(0), x.clamp_min(0)
     if forbidden is not None:
         low, high = low.masked_fill(forbidden, 0.0), high.masked_fill(forbidden, 0.0)
@@ -93,14 +120,16 @@ def _solve(
     dual = torch.zeros_like(x)
     for turn in range(rounds + 1):
         for _ in range(steps if turn == 0 else steps // 3):
-            inside = ((boxed - dual) @ onto) @ onto.T
+            inside = boxed - dual
+            for one in through:
+                inside = inside @ one
             dual = dual + inside
             boxed = torch.maximum(torch.minimum(dual + push, high), low)
             dual = dual - boxed
         mask = (inside / x).clamp(0, 1)
         weight = 1 / (1 - mask + _SOFTENING) - 1 / (mask + _SOFTENING)
         push = base * weight / weight.abs().mean(1, keepdim=True).clamp_min(1e-12)
-    kept: Tensor = boxed / x > 0.5
+    kept: Tensor = boxed / x
     return kept
 
 

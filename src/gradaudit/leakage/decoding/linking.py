@@ -11,6 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_JITTER = 1e-13
+"""Of the normal equations' mean diagonal: directions that say nothing stay where they are."""
+
 
 def signals(gradient: Tensor, rows: Tensor) -> Tensor:
     """Return [b, out], the back-propagated signal of each row at a linear map's output.
@@ -43,9 +46,13 @@ def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int 
     weights = ((positions[:, None] != positions[None]) | own).to(atoms.dtype)
     unit = targets / targets.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None]
     strength = atoms.norm(dim=2).mean(1)
-    outer = torch.einsum("hdb,heb->bhde", dictionary, dictionary).reshape(count, -1)
+    # products of two coordinates of an atom: half of them, the others are the same
+    row, column = torch.triu_indices(size, size, device=atoms.device)
+    place = torch.zeros(size, size, dtype=torch.long, device=atoms.device)
+    place[row, column] = place[column, row] = torch.arange(len(row), device=atoms.device)
+    outer = (dictionary[:, row] * dictionary[:, column]).permute(2, 0, 1).reshape(count, -1)
     for _ in range(steps):
-        normal = (weights @ outer).view(count, -1, size, size)
+        normal = (weights @ outer).view(count, -1, len(row))[:, :, place]
         diagonal = normal.diagonal(dim1=2, dim2=3).mean(2)
         solved = torch.linalg.solve(normal + ridge * diagonal[:, :, None, None] * identity, unit.unsqueeze(3)).squeeze(
             3
@@ -121,21 +128,41 @@ def unexplained(
     if hidden is not None and foreign.numel():
         at_q = torch.nn.functional.pad(hidden[0].double().permute(1, 0, 2) / scale_k, (0, 1))
         at_k = hidden[1].double().permute(1, 0, 2) / scale_q
-        columns = []
+        # a column is a signal at one member: its two products with the other side are outer products
+        ahead, behind = at_q @ k.mT @ turn_k, at_k @ q.mT @ turn_q  # [H, q, n]
+        parts = []
         for member in range(count):
-            for way in range(foreign.shape[1]):
-                one, other = torch.zeros_like(side_q), torch.zeros_like(side_k)
-                one[:, member], other[:, member] = at_q[:, way], at_k[:, way]
-                columns.append(torch.cat([t.flatten() for t in remaining(one, other)]))
-        matrix = torch.stack(columns, 1)
+            by_query, by_key = (turn[:, member, None] for turn in (turn_q, turn_k))
+            outer = by_query[..., None] * ahead[:, :, None] + behind[..., None] * by_key[:, :, None]
+            exchanged = turn_q[:, None] @ torch.where(free[:, None], 0.0, outer / both[:, None]) @ turn_k.mT[:, None]
+            one, other = -exchanged @ k[:, None], -exchanged.mT @ q[:, None]  # [H, q, n, h]
+            one[:, :, member] += at_q
+            other[:, :, member] += at_k
+            parts.append(torch.cat([t.transpose(0, 1).flatten(1) for t in (one, other)], 1).T)
+        matrix = torch.cat(parts, 1)
         target = torch.cat([left_q.flatten(), left_k.flatten()])
-        foreign = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0].view(foreign.shape)
+        foreign = _least_squares(matrix, target).view(foreign.shape)
         side_q = side_q - torch.einsum("nq,hqd->hnd", foreign, at_q)
         side_k = side_k - torch.einsum("nq,hqd->hnd", foreign, at_k)
         left_q, left_k = remaining(side_q, side_k)
     left = left_q.square().sum((0, 2)) + left_k.square().sum((0, 2))
     whole = side_q.square().sum((0, 2)) + side_k.square().sum((0, 2))
     return (left / whole.clamp_min(1e-300)).sqrt(), foreign
+
+
+def _least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+    """Return the solution [n] of a tall least-squares problem, ten times as fast as by orthogonal factors.
+
+    By normal equations, and once more for what they leave, which takes off their squared condition.
+    """
+    normal = matrix.T @ matrix
+    normal.diagonal().add_(_JITTER * normal.diagonal().mean())
+    factor = torch.linalg.cholesky(normal)
+    found: Tensor = torch.zeros_like(normal[0])
+    for _ in range(2):
+        left = matrix.T @ (target - matrix @ found)
+        found = found + torch.cholesky_solve(left[:, None], factor)[:, 0]
+    return found
 
 
 def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[list[int]]:

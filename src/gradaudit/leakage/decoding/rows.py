@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.dropout_masks import coordinates_to_forbid, decode_masks, refine_masks
-from gradaudit.leakage.rowspace.subspace import Span, cut_above_noise
-from gradaudit.leakage.rowspace.vocabulary import VocabularyCheck, measured_tokens
+from gradaudit.leakage.decoding.dropout_masks import HALF, coordinates_to_forbid, refine_masks, relaxed_masks
+from gradaudit.leakage.rowspace.subspace import Span
+from gradaudit.leakage.rowspace.vocabulary import VocabularyCheck
 from gradaudit.models.base import TextModel
 from gradaudit.progress import step
 
@@ -32,9 +32,7 @@ not known exactly bits of small coordinates are chance, so that only the larger 
 _NEAREST, _RESTARTS, _ROUNDS = 16, 8, 20
 """A token that was missed ranks among the nearest by then, and random objectives, each well settled, reach it."""
 _COPY_STEPS = 300
-_LOOKED = 8
-"""Words measured at a position, in times the directions: more of them wrong than right."""
-_EMPTY = 3
+EMPTY = 3
 """So many positions without a row end the scan."""
 
 
@@ -102,9 +100,10 @@ class MaskedInputs:
         self._check = VocabularyCheck(parts, first)
         self._near: dict[int, Tensor] = {}
         basis = first.basis
+        # what is added to a masked row on its way in, in unknown sizes
+        self.shifts = self._scaled(torch.stack([parts.weight, parts.bias]).to(basis))[: 2 * model.dropout_before_norm]
         if model.dropout_before_norm:
-            more = self._scaled(torch.stack([parts.weight, parts.bias]).to(basis)).T
-            whole, triangle = torch.linalg.qr(torch.cat([basis, more], 1))
+            whole, triangle = torch.linalg.qr(torch.cat([basis, self.shifts.T], 1))
             basis = whole[:, triangle.diagonal().abs() > 1e-6]  # a bias of zeros adds no direction
         self.basis = basis
         self.outside = torch.eye(len(basis), dtype=torch.double, device=basis.device) - basis @ basis.T
@@ -112,9 +111,13 @@ class MaskedInputs:
     def _scaled(self, rows: Tensor) -> Tensor:
         return rows if self.span.scale is None else rows * self.span.scale
 
+    def relaxed(self, clean: Tensor, **objective: Any) -> Tensor:
+        """Return what the linear program keeps of each row, [n, d] in 0 to 1; see `relaxed_masks`."""
+        return relaxed_masks(self.basis, self._scaled(clean), **objective)
+
     def masks(self, clean: Tensor, **objective: Any) -> Tensor:
-        """Return the mask of each row that the linear program finds, [n, d] bool; see `decode_masks`."""
-        return decode_masks(self.basis, self._scaled(clean), **objective)
+        """Return the mask of each row that the linear program finds, [n, d] bool."""
+        return self.relaxed(clean, **objective) > HALF
 
     def forbid(self, clean: Tensor, known: Tensor, tries: int, rng: torch.Generator) -> Tensor:
         """Return [tries, d] bool, coordinates at which a further copy of a row [d] may be zero."""
@@ -237,22 +240,25 @@ class Search:
     least: float = LEAST_KEPT
 
 
-def find_rows(inputs: MaskedInputs, how: Search, rng: torch.Generator, start: Sequence[Row] = ()) -> list[Row]:
+def find_rows(
+    inputs: MaskedInputs, how: Search, rng: torch.Generator, start: Sequence[Row] = (), worth: float = 0.0
+) -> list[Row]:
     """Return the rows of the batch that a scan of all positions and programs for further copies find.
 
     At most as many as the span has dimensions. Where some are missing, `look_harder` goes on; cheaper is to put
-    together what was found, and to look for the rest in what certified sentences leave (`sentences.DecodedRows`).
+    together what was found, and to look for the rest in what certified sentences leave (`DecodedRows.completed`).
 
     Args:
         inputs: the masked inputs of a model and a span.
         how: how far to look.
         rng: for further tries.
         start: rows that are known; the others follow them in what is returned.
+        worth: share of the missing rows that a round of programs for copies must find for another one.
     """
     found: list[Row] = list(start)
     _scan(inputs, how, found)
     before = -1
-    while before < len(found) < inputs.span.rank:
+    while len(found) - before > worth * (inputs.span.rank - before) and len(found) < inputs.span.rank:
         before = len(found)
         _copies(inputs, how, found, 1, rng, only_first=True)
         if len(found) == before:
@@ -276,49 +282,16 @@ def look_harder(
     _copies(inputs, how, more, effort, rng)
     if len(more) == len(found):
         last = max(row.position for row in found) if found else 0
-        _again(inputs, how, more, min(how.max_length, inputs.model.max_length, last + 1 + _EMPTY), rng)
+        _again(inputs, how, more, min(how.max_length, inputs.model.max_length, last + 1 + EMPTY), rng)
     return more
-
-
-def whole_rows(inputs: MaskedInputs, how: Search, start: Sequence[Row]) -> list[Row]:
-    """Return the rows that no dropout touched: words in the row space as they are, those that are known first.
-
-    Most words are wrong and tell where wrong ones lie, at every position anew.
-
-    Args:
-        inputs: the inputs of a model and a span that is not known exactly.
-        how: how far to look.
-        start: rows that are known.
-    """
-    model, span = inputs.model, inputs.span
-    found, known = list(start), {(row.position, row.token) for row in start}
-    special = model.special
-    never = special.ids - {*special.prefix, *special.suffix}
-    empty = 0
-    for position in range(min(how.max_length, model.max_length) if model.absolute_positions else 1):
-        ids = inputs.near(position, min(_LOOKED * (span.rank + 1), model.vocabulary_size))
-        held = torch.tensor([t for p, t in known if p == position], dtype=torch.long, device=ids.device)
-        near = measured_tokens(model, ids[~torch.isin(ids, held)], span, position)
-        # rows that are held fixed lie in the span exactly, and say nothing of how far off others are
-        limit = cut_above_noise(near.residuals, near.expected, max(1, span.rank - len(start)), INSIDE)
-        fresh = [t for t in near.below(limit).ids.tolist() if t not in never]
-        if fresh:
-            clean = inputs.clean(position, torch.tensor(fresh, device=ids.device))
-            found += [
-                Row(t, position, torch.ones_like(x, dtype=torch.bool), x) for t, x in zip(fresh, clean, strict=True)
-            ]
-        _told(inputs, found)
-        empty = 0 if fresh or len(held) else empty + 1
-        if empty == _EMPTY:
-            break
-    return found
 
 
 def _told(inputs: MaskedInputs, found: list[Row]) -> None:
     step("decode: rows", len(found), inputs.span.rank)
 
 
-def _count(inputs: MaskedInputs, how: Search) -> int:
+def nearest(inputs: MaskedInputs, how: Search) -> int:
+    """Return how many tokens a position are decoded."""
     return min(max(how.candidates, inputs.span.rank), inputs.model.vocabulary_size)
 
 
@@ -341,12 +314,12 @@ def _scan(inputs: MaskedInputs, how: Search, found: list[Row]) -> None:
     longest = min(how.max_length, model.max_length)
     empty = 0
     for position in range(longest):
-        ids = inputs.near(position, _count(inputs, how))
+        ids = inputs.near(position, nearest(inputs, how))
         if position == 0 and prefix:
             # masked copies of one row blur its residual, so the known first token is decoded directly
             ids = torch.tensor(prefix, device=ids.device)
         empty = 0 if _decoded(inputs, how, found, position, ids) else empty + 1
-        if len(found) >= inputs.span.rank or empty == _EMPTY:
+        if len(found) >= inputs.span.rank or empty == EMPTY:
             break
 
 
@@ -354,7 +327,7 @@ def _again(inputs: MaskedInputs, how: Search, found: list[Row], longest: int, rn
     """Look again, with random objectives, for the nearest tokens of each position that were not found."""
     known = {(row.position, row.token) for row in found}
     for position in range(1 if inputs.model.special.prefix else 0, longest):
-        near = inputs.near(position, _count(inputs, how)).tolist()
+        near = inputs.near(position, nearest(inputs, how)).tolist()
         ids = torch.tensor([t for t in near if (position, t) not in known][:_NEAREST], device=inputs.basis.device)
         if len(ids) == 0:
             continue

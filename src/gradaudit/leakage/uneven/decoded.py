@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder, whole_rows
+from gradaudit.leakage.decoding.rows import EXPECTED_OFF, MaskedInputs, Row, Search, find_rows, look_harder
+from gradaudit.leakage.decoding.whole_rows import whole_rows
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.decoded_change import DecodedChange
 from gradaudit.leakage.uneven.entries import Entries

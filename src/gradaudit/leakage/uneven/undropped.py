@@ -19,7 +19,8 @@ from torch import Tensor
 from gradaudit.leakage.decoding.assembly import place, propose
 from gradaudit.leakage.decoding.mending import descend, misfit
 from gradaudit.leakage.decoding.pairs import Pairs
-from gradaudit.leakage.decoding.rows import MaskedInputs, Search, whole_rows
+from gradaudit.leakage.decoding.rows import MaskedInputs, Search
+from gradaudit.leakage.decoding.whole_rows import whole_rows
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.leakage.uneven.entries import Entries, entries
 from gradaudit.leakage.uneven.held import HeldBatch, ReadBlock, Text, held_sentences
