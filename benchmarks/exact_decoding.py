@@ -9,8 +9,8 @@ Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths
 unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
 own), matrices-steps (of an optimizer's step), matrices-decoder (of a decoder), left-alone (what a defense leaves
 alone), load (dropout on, to twice as many tokens as coordinates), past-half (dropout on, half to seven tenths),
-freezing (what a frozen part leaves), tables (the embedding tables), crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on
-there) and hold no text. Failures count 0.
+freezing (what a frozen part leaves), tables (the embedding tables), crowded (long sentences and many). Records go to
+out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _TRIES, _WIDER = ((0, 8, 4), (8, 16, 2), (16, 24, 1)), 48
 many more are tried with every round that found nothing."""
 _COPIES, _FIRSTS = 4, 200
 """Programs a round for one more copy of a token that was found, and of the first one, which every sentence has."""
-_LEANINGS, _LAST = (1.0, 3.0, 0.3, 0.0), 0.1
+_LEANINGS, _LAST = (4.0, 12.0, 1.0, 0.0), 0.4
 """Weights of the leaning in the first program: of the first half of them always, of the second turn by turn, because
 a row whose signal is weak leans least; and in the second at most."""
 _FORBIDDEN, _AMONG = 5, 30
@@ -99,7 +99,7 @@ class Leaning:
         if len(inputs.shifts):  # of unknown sizes: whatever suits the row best
             shift = apart @ inputs.shifts.T
             by = by - shift @ torch.linalg.pinv(shift) @ by
-        cost: Tensor = by.T @ by
+        cost: Tensor = by.T @ by * self.known.square().mean()  # programs take rows at unit size a coordinate
         return cost
 
 
