@@ -110,3 +110,13 @@ def test_conditions_are_counted_as_the_rank_leaves_them(count: int):
     free = (count - int(spans[0])) * (count - int(spans[1]))
     equations = count * (SIZE + 1) + count * SIZE
     assert linking.conditions(count, 5, SIZE) == 5 * (equations - (count**2 - free))
+
+
+def test_normal_equations_give_what_orthogonal_factors_do():
+    rng = torch.Generator().manual_seed(0)
+    # columns of very different sizes, as the signals of rows are
+    matrix = torch.randn(400, 60, generator=rng).double() * torch.logspace(-3, 1, 60, dtype=torch.double)
+    target = torch.randn(400, generator=rng).double()
+    exact = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
+    found = linking._least_squares(matrix, target)
+    assert float(((found - exact) / exact).abs().max()) < 1e-6

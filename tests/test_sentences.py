@@ -197,6 +197,27 @@ def test_sentences_are_proven_without_the_rows_of_another_and_show_where_those_l
 
 
 @pytest.mark.minilm
+def test_sentences_that_were_proven_are_held_and_the_others_linked_beside_them(decoded):
+    rows, signals = without(decoded, lost_rows(decoded, 1))
+    first = rows.link(signals)
+    held = [g for g, sure in zip(first.groups, first.certificates, strict=True) if sure == "proven"][:1]
+    again = rows.link(signals, held)
+    assert again.groups[0] == held[0]
+    assert sorted(map(sorted, again.groups)) == sorted(map(sorted, first.groups))
+    assert sorted(again.certificates) == sorted(first.certificates)
+
+
+@pytest.mark.minilm
+def test_few_heads_never_close_what_all_leave_open(decoded):
+    lost = lost_rows(decoded, 2)
+    rows, signals = without(decoded, lost)
+    for members, sure in zip(*dataclasses.astuple(rows.link(signals))[:2], strict=True):
+        of = torch.tensor(members)
+        few, every = (float(signals.left(of, heads)[0].max()) for heads in (2, None))
+        assert (few < 1e-4) == (every < 1e-4) == (sure == "proven")
+
+
+@pytest.mark.minilm
 def test_missing_rows_excuse_no_stranger(decoded):
     lost = lost_rows(decoded, 2)
     rows, signals = without(decoded, lost)
