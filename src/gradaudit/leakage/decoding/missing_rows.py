@@ -30,9 +30,10 @@ _TRIES, _WIDER = ((0, 8, 4), (8, 16, 2), (16, 24, 1)), 48
 many more are tried with every round that found nothing."""
 _COPIES, _FIRSTS = 4, 200
 """Programs a round for one more copy of a token that was found, and of the first one, which every sentence has."""
-_LEANINGS, _LAST = (4.0, 12.0, 1.0, 0.0), 0.4
-"""Weights of the leaning in the first program: of the first half of them always, of the second turn by turn, because
-a row whose signal is weak leans least; and in the second at most."""
+_WHOLE, _BESIDE, _LAST = ((4.0,), (12.0, 1.0, 0.0)), ((0.0,), (4.0, 12.0, 1.0)), 0.4
+"""Weights of the leaning in the first program, turn by turn, for one half of the programs and the other: a row whose
+signal is weak leans least. In the small space beside proven sentences programs need no help, and half of them get none.
+And its weight in the second program, at most."""
 _FORBIDDEN, _AMONG = 5, 30
 """So many coordinates, drawn from so many that are given up first, are forbidden in the second program."""
 _SMALL = 0.3
@@ -139,8 +140,10 @@ def look_again(
         forbidden.append(never)
     every, never = torch.cat(clean), torch.cat(forbidden)
     start = torch.zeros_like(never)
-    for half, weight in enumerate((_LEANINGS[0], _LEANINGS[1 + turn % (len(_LEANINGS) - 1)])):
-        start[half::2] = _decimated(inputs, every[half::2], never[half::2], cost, weight, rng)
+    drawn = torch.randperm(len(every), generator=rng).to(every.device)
+    for half, weights in enumerate(_WHOLE if inputs is whole else _BESIDE):
+        some = drawn[half::2]
+        start[some] = _decimated(inputs, every[some], never[some], cost, weights[turn % len(weights)], rng)
     kept, inside = inputs.accepted(every, start, how.rate)
     more: list[Row] = []
     for at in torch.where(inside)[0].tolist():
