@@ -34,8 +34,9 @@ _WHOLE, _BESIDE, _LAST = ((4.0,), (12.0, 1.0, 0.0)), ((0.0,), (4.0, 12.0, 1.0)),
 """Weights of the leaning in the first program, turn by turn, for one half of the programs and the other: a row whose
 signal is weak leans least. In the small space beside proven sentences programs need no help, and half of them get none.
 And its weight in the second program, at most."""
-_FORBIDDEN, _AMONG = 5, 30
-"""So many coordinates, drawn from so many that are given up first, are forbidden in the second program."""
+_FORBIDDEN, _AMONG, _PER = 5, 30, 12
+"""So many coordinates, drawn from so many that are given up first, are forbidden in the second program; in a narrow
+model fewer, drawn from a twelfth of the width."""
 _SMALL = 0.3
 """Coordinates below this share of the middle one are not forbidden: their bits hardly matter."""
 _STEPS, _ROUNDS, _TIES = 80, 2, 1e-3
@@ -182,8 +183,9 @@ def _decimated(
     relaxed = inputs.relaxed(rows, forbidden=never, leaning=first, rng=rng, steps=_STEPS, rounds=_ROUNDS)
     small = rows.abs() < _SMALL * rows.abs().median(1, keepdim=True).values
     ties = torch.rand(relaxed.shape, generator=rng).to(relaxed) * _TIES
-    order = torch.where(small | never, 2.0, relaxed + ties).topk(_AMONG, largest=False).indices
-    drawn = torch.rand(order.shape, generator=rng).topk(_FORBIDDEN).indices.to(order.device)
+    among = min(_AMONG, max(1, rows.shape[1] // _PER))
+    order = torch.where(small | never, 2.0, relaxed + ties).topk(among, largest=False).indices
+    drawn = torch.rand(order.shape, generator=rng).topk(among * _FORBIDDEN // _AMONG).indices.to(order.device)
     never = never.scatter(1, order.gather(1, drawn), value=True)
     again = inputs.relaxed(rows, forbidden=never, leaning=second, rng=rng, steps=_STEPS, rounds=_ROUNDS)
     return again > HALF
