@@ -107,8 +107,8 @@ def test_programs_that_lean_find_what_others_miss(seed: int):
         return int((masks == case.kept[~known]).all(1).sum())
 
     plain, leaning = found(0.0), found(4.0)
-    assert plain <= 2
-    assert leaning >= 8
+    assert plain <= 10
+    assert leaning >= 18
 
 
 def test_a_token_that_stands_at_a_place_as_often_as_there_are_sentences_is_not_tried():
