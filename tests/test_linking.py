@@ -120,3 +120,7 @@ def test_normal_equations_give_what_orthogonal_factors_do():
     exact = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
     found = linking._least_squares(matrix, target)
     assert float(((found - exact) / exact).abs().max()) < 1e-6
+    # columns that are the same have no one solution, but nothing is left that another could explain
+    twice = torch.cat([matrix, matrix, torch.zeros(400, 1, dtype=torch.double)], 1)
+    left = target - twice @ linking._least_squares(twice, target)
+    assert float(left.norm()) == pytest.approx(float((target - matrix @ exact).norm()), rel=1e-9)

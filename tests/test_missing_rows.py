@@ -91,6 +91,16 @@ def test_along_certified_rows_nothing_is_open():
     assert float((strange - (strange @ space) @ space.T).norm() / strange.norm()) > 0.5
 
 
+def test_where_every_decoded_row_is_certified_the_cost_is_nothing_and_no_number_is_lost():
+    case = made(60, seed=6)
+    known, gone = case.rows[:40], case.rows[40:]
+    lies = Leaning.of(case.inputs.basis, known, case.gradient)
+    foreign = (torch.linalg.inv(gone @ lies.free.T) @ gone @ torch.linalg.pinv(known)).T
+    rest = lies.beyond(range(40), foreign)
+    space = SimpleNamespace(basis=rest.space(), shifts=case.inputs.shifts)
+    assert torch.equal(rest.cost(space), torch.zeros(20, 20, dtype=torch.double))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_programs_that_lean_find_what_others_miss(seed: int):
     case = made(132, seed=10 + seed, copies=4)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import gradaudit.attacks.decode as attack_file
 import tiny_models
+from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.leakage.decoding import sentences
@@ -19,6 +21,7 @@ from gradaudit.leakage.decoding.sentences import DecodedRows, Signals, certifica
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
+from gradaudit.progress import TimeIsOverError
 from gradaudit.streams import stream
 from gradaudit.types import Given
 from test_linking import HEADS, SIZE, made
@@ -191,7 +194,7 @@ def test_sentences_are_proven_without_the_rows_of_another_and_show_where_those_l
     more = rows.missing(found, Search(3, 200, 64), 0, 0, stream(0, "more"))
     wanted = {(decoded.rows[i].token, decoded.rows[i].position) for i in lost}
     assert {(r.token, r.position) for r in more} == wanted
-    again, whole = rows.completed(signals, Search(3, 200, 64), stream(0, "more"))
+    *_, (again, whole) = rows.completing(signals, Search(3, 200, 64), stream(0, "more"))
     assert set(again.texts(whole.groups)) == decoded.truth
     assert whole.certificates == ["proven"] * 3
 
@@ -205,6 +208,24 @@ def test_sentences_that_were_proven_are_held_and_the_others_linked_beside_them(d
     assert again.groups[0] == held[0]
     assert sorted(map(sorted, again.groups)) == sorted(map(sorted, first.groups))
     assert sorted(again.certificates) == sorted(first.certificates)
+
+
+@pytest.mark.minilm
+def test_what_was_read_when_the_time_is_over_is_not_lost(decoded, monkeypatch):
+    rows, _ = without(decoded, lost_rows(decoded, 1))
+    monkeypatch.setattr(attack_file, "find_rows", lambda *given, **kept: rows.found)
+
+    def ended(*given: Any) -> None:
+        raise TimeIsOverError("rows")
+
+    monkeypatch.setattr(sentences, "look_again", ended)
+    with pytest.raises(TimeIsOverError) as over:
+        Decode().run(decoded.seen, stream(0, "attack"))
+    proven = [
+        s for s, c in zip(over.value.found.sequences, over.value.found.certificates, strict=True) if c == "proven"
+    ]
+    assert len(proven) == 2
+    assert set(proven) <= decoded.truth
 
 
 @pytest.mark.minilm

@@ -19,7 +19,7 @@ from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
 from gradaudit.leakage.decoding.explain import named
 from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept
-from gradaudit.leakage.decoding.sentences import DecodedRows, unlinked
+from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, unlinked
 from gradaudit.leakage.one_matrix.batch import read_any
 from gradaudit.leakage.one_matrix.growing import read_prefixes
 from gradaudit.leakage.rowspace.deflation import matrices
@@ -35,11 +35,12 @@ from gradaudit.leakage.uneven.summed import summed
 from gradaudit.leakage.uneven.undropped import undropped
 from gradaudit.leakage.uneven.untold import UNTOLD, shown, step_shown
 from gradaudit.leakage.uneven.words import read_words
+from gradaudit.progress import answering
 from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
 _WORTH = 0.2
-"""A round of programs for copies finds so much of what is missing, or other programs look for it (`completed`)."""
+"""A round of programs for copies finds so much of what is missing, or other programs look for it (`completing`)."""
 _MOST_ROWS = 0.7
 """Fewer rows than this share of the rank say less than words that stand out of noise, in the likeliest order."""
 _TOO_MANY = 0.78
@@ -277,22 +278,33 @@ class Decode(Attack):
         inputs = MaskedInputs(model, first)
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
         found = find_rows(inputs, how, rng, worth=_WORTH)
-        details: dict[str, Any] = first.told()
         if not found:
-            return Reconstruction(sequences=(), notes=(f"none of {first.rank} rows was decoded",), details=details)
+            none = (f"none of {first.rank} rows was decoded",)
+            return Reconstruction(sequences=(), notes=none, details=first.told())
         rows = DecodedRows(seen, inputs, found)
         signals = rows.signals()
-        notes = []
         if signals is None:
+            return self._linked(seen, first, rows, None)
+        had: list[tuple[DecodedRows, Linked]] = []
+        with answering(lambda _: self._linked(seen, first, *had[-1]) if had else None):
+            for one in rows.completing(signals, how, rng):
+                had.append(one)
+        return self._linked(seen, first, *had[-1])
+
+    @staticmethod
+    def _linked(seen: Observation, first: Span, rows: DecodedRows, linked: Linked | None) -> Reconstruction:
+        """Return what masked rows tell, put together to sentences or, where nothing links them, by their positions."""
+        details: dict[str, Any] = first.told()
+        notes = []
+        if linked is None:
             notes.append(unlinked(seen, "gradients"))
             sequences, certificates = rows.by_position()
         else:
-            rows, linked = rows.completed(signals, how, rng)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
             proven = [s for s, sure in zip(sequences, certificates, strict=True) if sure == "proven"]
             if proven:
                 certificates = doubted(certificates, overfull(seen, proven, first.rank), notes)
-        if model.spec.task == "causal-lm" and sequences:
+        if seen.model.spec.task == "causal-lm" and sequences:
             # no loss follows the last word, so that it leaves no row: what looks complete lacks it
             certificates = ["likely" if one == "proven" else one for one in certificates]
             notes.append(LAST_MISSING)

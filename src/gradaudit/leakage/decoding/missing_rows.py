@@ -51,12 +51,14 @@ class Leaning:
         known: [f, d] decoded rows as they enter.
         shared: [q, f].
         spread: [f] how far from it c is, up to a common factor.
+        size: mean square of a row's coordinates.
     """
 
     free: Tensor
     known: Tensor
     shared: Tensor
     spread: Tensor
+    size: float
 
     @classmethod
     def of(cls, basis: Tensor, rows: Tensor, gradient: Tensor) -> Leaning:
@@ -71,7 +73,7 @@ class Leaning:
         signals, hidden = gradient @ torch.linalg.pinv(rows), gradient @ beside
         shared = torch.linalg.pinv(hidden) @ signals
         own = (signals - hidden @ shared).norm(dim=0)
-        return cls(beside.T, rows, shared, own / own.mean())
+        return cls(beside.T, rows, shared, own / own.mean(), float(rows.square().mean()))
 
     def beyond(self, certified: Sequence[int], foreign: Tensor) -> Leaning:
         """Return what is left where c is known along some rows.
@@ -82,7 +84,7 @@ class Leaning:
         """
         others = [i for i in range(len(self.known)) if i not in set(certified)]
         free = self.free + foreign.T @ self.known[list(certified)]
-        return Leaning(free, self.known[others], self.shared[:, others], self.spread[others])
+        return Leaning(free, self.known[others], self.shared[:, others], self.spread[others], self.size)
 
     def space(self) -> Tensor:
         """Return an orthonormal basis [d, q + f] of where they lie."""
@@ -101,7 +103,7 @@ class Leaning:
         if len(inputs.shifts):  # of unknown sizes: whatever suits the row best
             shift = apart @ inputs.shifts.T
             by = by - shift @ torch.linalg.pinv(shift) @ by
-        cost: Tensor = by.T @ by * self.known.square().mean()  # programs take rows at unit size a coordinate
+        cost: Tensor = by.T @ by * self.size  # programs take rows at unit size a coordinate
         return cost
 
 
@@ -139,6 +141,8 @@ def look_again(
         known = torch.stack([row.kept for row in rows]) if rows else never[:1]
         never[:half] = inputs.forbid(x, known, half, rng)
         forbidden.append(never)
+    if not owner:
+        return []
     every, never = torch.cat(clean), torch.cat(forbidden)
     start = torch.zeros_like(never)
     drawn = torch.randperm(len(every), generator=rng).to(every.device)

@@ -246,7 +246,7 @@ def find_rows(
     """Return the rows of the batch that a scan of all positions and programs for further copies find.
 
     At most as many as the span has dimensions. Where some are missing, `look_harder` goes on; cheaper is to put
-    together what was found, and to look for the rest in what certified sentences leave (`DecodedRows.completed`).
+    together what was found, and to look for the rest in what certified sentences leave (`DecodedRows.completing`).
 
     Args:
         inputs: the masked inputs of a model and a span.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -312,8 +312,8 @@ class DecodedRows:
                 fresh.append(Row(row.token, row.position, kept[0], row.clean))
         return fresh
 
-    def completed(self, signals: Signals, how: Search, rng: torch.Generator) -> tuple[DecodedRows, Linked]:
-        """Return the rows with those that were missing, as far as they are found, and the sentences they make.
+    def completing(self, signals: Signals, how: Search, rng: torch.Generator) -> Iterator[tuple[DecodedRows, Linked]]:
+        """Yield the rows and the sentences they make, again and again with rows that were missing, as they are found.
 
         Args:
             signals: from `signals`.
@@ -321,6 +321,7 @@ class DecodedRows:
             rng: for further tries.
         """
         rows, linked = self, self.link(signals)
+        yield rows, linked
         turn = idle = unlinked = 0
         while len(rows.found) < rows.inputs.span.rank and idle < _IDLE:
             more = rows.missing(linked, how, turn, idle, rng)
@@ -333,7 +334,7 @@ class DecodedRows:
                 told, unlinked = rows.signals(), 0
                 assert told is not None
                 linked = rows.link(told, proven)
-        return rows, linked
+                yield rows, linked
 
     def texts(self, groups: list[list[int]]) -> list[tuple[int, ...]]:
         """Return the token ids of each group, framed by the tokenizer's own first and last tokens."""
