@@ -139,3 +139,38 @@ def test_a_token_that_stands_at_a_place_as_often_as_there_are_sentences_is_not_t
     wider = missing_rows._kinds(SimpleNamespace(**vars(space)), space, how, rows, 1)
     assert (2, 44) in wider, "a round that found nothing looks further, in a space that proven sentences made small"
     assert (0, 101) in missing_rows._kinds(space, space, replace(how, size=3), rows, 0)
+
+
+def test_a_known_copy_met_again_in_the_smaller_space_takes_no_missing_rows_place():
+    width = 24
+    known, gone = torch.rand(2, width, generator=torch.Generator().manual_seed(0)) >= 0.1
+    words = torch.eye(50, width, dtype=torch.double) + 1.0
+
+    def finished(clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        first = (clean == words[1]).all(1)
+        return torch.where(first[:, None], known, gone), first | (clean == words[10]).all(1)
+
+    def near(position: int, count: int) -> Tensor:
+        return torch.arange(10, 12)
+
+    common = {
+        "model": SimpleNamespace(special=SimpleNamespace(prefix=(1,)), max_length=2, vocabulary_size=50),
+        "near": near,
+        "clean": lambda position, ids: words[ids],
+        "forbid": lambda clean, rows, tries, rng: torch.zeros(tries, width, dtype=torch.bool),
+        "relaxed": lambda rows, **objective: torch.rand(rows.shape, generator=objective["rng"], dtype=torch.double),
+        "differ": lambda clean, one, other: not torch.equal(one, other),
+    }
+    whole: Any = SimpleNamespace(**common, span=SimpleNamespace(rank=2), accepted=finished)
+    # in the smaller space any mask passes as it is, unlike the known one
+    smaller: Any = SimpleNamespace(
+        **common,
+        span=SimpleNamespace(rank=1),
+        accepted=lambda clean, start, rate: (start, torch.ones(len(clean), dtype=torch.bool)),
+    )
+    rows, how = [Row(1, 0, known, words[1])], Search(2, 2, 2)
+    rng = torch.Generator().manual_seed(1)
+    cost = torch.zeros(width, width, dtype=torch.double)
+    more = missing_rows.look_again(smaller, whole, how, rows, cost, 0, 0, rng)
+    assert [(row.position, row.token) for row in more] == [(1, 10)]
+    assert torch.equal(more[0].kept, gone)

@@ -24,10 +24,10 @@ from gradaudit.leakage.decoding.dropout_masks import HALF
 from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, nearest
 from gradaudit.progress import step
 
-_TRIES, _WIDER = ((0, 8, 4), (8, 16, 2), (16, 24, 1)), 48
+_TRIES = ((0, 8, 4), (8, 16, 2), (16, 24, 1))
 """Programs a round for the nearest tokens of a position, from one rank to another: of those missed the farthest ranked
-18th in the whole space (MiniLM, b/d of 0.62). In a smaller one, where many are nearly as near, it ranked 31st: there so
-many more are tried with every round that found nothing."""
+18th in the whole space (MiniLM, b/d of 0.62). In a smaller one every word of the sentences that are open is near at
+every position, and missed ones ranked 31st and later: after a round that found nothing as many more are tried."""
 _COPIES, _FIRSTS = 4, 200
 """Programs a round for one more copy of a token that was found, and of the first one, which every sentence has."""
 _WHOLE, _BESIDE, _LAST = ((4.0,), (12.0, 1.0, 0.0)), ((0.0,), (4.0, 12.0, 1.0)), 0.4
@@ -123,7 +123,7 @@ def look_again(
         inputs: the masked inputs, in the space where missing rows lie.
         whole: the same in the whole row space.
         how: how far to look.
-        found: rows that are known.
+        found: rows that are known, those of proven sentences included.
         cost: of leaning elsewhere than missing rows do, [n, n] in the inputs' basis.
         turn: number of the round.
         idle: rounds before it that found nothing.
@@ -150,14 +150,18 @@ def look_again(
         some = drawn[half::2]
         start[some] = _decimated(inputs, every[some], never[some], cost, weights[turn % len(weights)], rng)
     kept, inside = inputs.accepted(every, start, how.rate)
+    at = torch.where(inside)[0]
+    # a mask that the smaller space lets pass may end, in the whole one, at a copy that is known
+    kept, inside = whole.accepted(every[at], kept[at], how.rate)
     more: list[Row] = []
-    for at in torch.where(inside)[0].tolist():
-        same = kinds[owner[at]][0]
-        fresh = all(inputs.differ(row.clean, kept[at], row.kept) for row in same)
-        if fresh and (how.size is None or len(same) < how.size) and len(found) + len(more) < inputs.span.rank:
-            same.append(Row(owner[at][1], owner[at][0], kept[at], every[at]))
+    for n in torch.where(inside)[0].tolist():
+        position, token = owner[int(at[n])]
+        same = kinds[position, token][0]
+        fresh = all(whole.differ(row.clean, kept[n], row.kept) for row in same)
+        if fresh and (how.size is None or len(same) < how.size) and len(found) + len(more) < whole.span.rank:
+            same.append(Row(token, position, kept[n], every[at[n]]))
             more.append(same[-1])
-    step("decode: rows", len(found) + len(more), inputs.span.rank)
+    step("decode: rows", len(found) + len(more), whole.span.rank)
     return more
 
 
@@ -172,9 +176,12 @@ def _kinds(
     for position in range(1 if prefix else 0, min(how.max_length, inputs.model.max_length)):
         for space in (inputs, whole):
             near = space.near(position, nearest(space, how)).tolist()
-            for start, end, tries in (*_TRIES, (_TRIES[-1][1], _WIDER * idle * (space is not whole), 1)):
+            for start, end, tries in _TRIES:
                 for token in near[start:end]:
                     kinds.setdefault((position, token), ([], tries))
+            if idle and space is not whole:
+                for token in near[end : end + space.span.rank]:
+                    kinds.setdefault((position, token), ([], 1))
     return {kind: tried for kind, tried in kinds.items() if how.size is None or len(tried[0]) < how.size}
 
 

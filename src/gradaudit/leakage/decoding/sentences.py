@@ -294,23 +294,15 @@ class DecodedRows:
         whole = self.inputs.span
         stacked, _ = stack(self.seen, whole.layer)
         assert stacked is not None
-        lies, inputs, start = Leaning.of(whole.basis, self.rows(), stacked), self.inputs, self.found
+        lies, inputs = Leaning.of(whole.basis, self.rows(), stacked), self.inputs
         if certified:
             lies = lies.beyond(certified, torch.cat([linked.foreign[n] for n in proven]))
             basis = lies.space()
             smaller = Span(basis, whole.values, basis.shape[1], whole.confidence, whole.layer, whole.roles)
             inputs = MaskedInputs(self.model, smaller, _NEAR)
-            start = [row for i, row in enumerate(self.found) if i not in set(certified)]
         last = max((row.position for row in self.found), default=0)
         how = replace(how, max_length=min(how.max_length, last + 1 + _BEHIND))
-        fresh: list[Row] = []
-        for row in look_again(inputs, self.inputs, how, start, lies.cost(inputs), turn, idle, rng):
-            kept, inside = self.inputs.accepted(row.clean[None], row.kept[None], how.rate)
-            same = [r for r in (*self.found, *fresh) if (r.position, r.token) == (row.position, row.token)]
-            new = all(self.inputs.differ(row.clean, kept[0], r.kept) for r in same)
-            if bool(inside[0]) and new and (self.size is None or len(same) < self.size):
-                fresh.append(Row(row.token, row.position, kept[0], row.clean))
-        return fresh
+        return look_again(inputs, self.inputs, how, self.found, lies.cost(inputs), turn, idle, rng)
 
     def completing(self, signals: Signals, how: Search, rng: torch.Generator) -> Iterator[tuple[DecodedRows, Linked]]:
         """Yield the rows and the sentences they make, again and again with rows that were missing, as they are found.
