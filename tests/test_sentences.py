@@ -15,7 +15,7 @@ import tiny_models
 from gradaudit.attacks.decode import Decode
 from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
-from gradaudit.leakage.decoding import sentences
+from gradaudit.leakage.decoding import missing_rows, sentences
 from gradaudit.leakage.decoding.rows import INSIDE, MaskedInputs, Row, Search, find_rows
 from gradaudit.leakage.decoding.sentences import DecodedRows, Signals, certificate, likely_rate
 from gradaudit.leakage.rowspace.subspace import span
@@ -48,9 +48,9 @@ def linked(
     monkeypatch.setattr(sentences, "group", lambda *_: groups)
     monkeypatch.setattr(DecodedRows, "_changes", lambda *_: [])
     monkeypatch.setattr(Signals, "affinity", lambda self, rows, positions: torch.zeros(len(rows), len(rows)))
-    hidden, beside = (torch.zeros(0, HEADS, SIZE, dtype=torch.double),) * 2, torch.zeros(1, 0)
-    rows._blurred = [Signals(*drawn, hidden, beside) for drawn in draws]
-    return rows.link(Signals(*parts, hidden, beside))
+    hidden, none = (torch.zeros(0, HEADS, SIZE, dtype=torch.double),) * 2, torch.zeros(1, 0)
+    rows._blurred = [Signals(*drawn, hidden, none, none) for drawn in draws]
+    return rows.link(Signals(*parts, hidden, none, none))
 
 
 def in_order(positions: list[int], sentence: list[int], which: int) -> list[int]:
@@ -86,7 +86,9 @@ def test_the_worst_member_decides(monkeypatch):
     noise = torch.randn(HEADS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.double)
     toward_q[right[0][4]] += 4e-3 * noise * toward_q[right[0][4]].norm() / noise.norm()
     none = torch.zeros(0, HEADS, SIZE, dtype=torch.double)
-    left, _ = Signals(toward_q, toward_k, q, k, (none, none), torch.zeros(1, 0)).left(torch.tensor(right[0]))
+    left, _ = Signals(toward_q, toward_k, q, k, (none, none), torch.zeros(1, 0), torch.zeros(1, 0)).left(
+        torch.tensor(right[0])
+    )
     assert float(left.min()) < sentences.CLOSED < float(left.max()), "one member alone is over the limit"
     assert linked(monkeypatch, right, (toward_q, toward_k, q, k), positions).certificates == ["likely", "proven"]
 
@@ -191,10 +193,11 @@ def test_sentences_are_proven_without_the_rows_of_another_and_show_where_those_l
     proven = {t for t, sure in zip(texts, found.certificates, strict=True) if sure == "proven"}
     assert len(proven) == 2
     assert proven <= decoded.truth
-    more = rows.missing(found, Search(3, 200, 64), 0, 0, stream(0, "more"))
     wanted = {(decoded.rows[i].token, decoded.rows[i].position) for i in lost}
-    assert {(r.token, r.position) for r in more} == wanted
-    *_, (again, whole) = rows.completing(signals, Search(3, 200, 64), stream(0, "more"))
+    for look in (missing_rows._by_sentence, missing_rows._by_leaning):
+        more = look(rows, signals, found, Search(3, 200, 64), 0, 0, stream(0, "more"))
+        assert {(r.token, r.position) for r in more} == wanted
+    *_, (again, whole) = missing_rows.completing(rows, signals, Search(3, 200, 64), stream(0, "more"))
     assert set(again.texts(whole.groups)) == decoded.truth
     assert whole.certificates == ["proven"] * 3
 
@@ -218,7 +221,7 @@ def test_what_was_read_when_the_time_is_over_is_not_lost(decoded, monkeypatch):
     def ended(*given: Any) -> None:
         raise TimeIsOverError("rows")
 
-    monkeypatch.setattr(sentences, "look_again", ended)
+    monkeypatch.setattr(missing_rows, "look_by_sentence", ended)
     with pytest.raises(TimeIsOverError) as over:
         Decode().run(decoded.seen, stream(0, "attack"))
     proven = [

@@ -17,13 +17,16 @@ from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
 from gradaudit.leakage.decoding.explain import named
+from gradaudit.leakage.decoding.missing_rows import completing
 from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, unlinked
+from gradaudit.leakage.decoding.table_rows import rows_of_tables
 from gradaudit.leakage.one_matrix.batch import read_any
 from gradaudit.leakage.one_matrix.growing import read_prefixes
 from gradaudit.leakage.rowspace.deflation import matrices
 from gradaudit.leakage.rowspace.embedding_places import sentence_of_tables, words_alone
+from gradaudit.leakage.rowspace.embedding_rows import words_of
 from gradaudit.leakage.rowspace.growth import GrowthRules, grow, words_within
 from gradaudit.leakage.rowspace.subspace import Span, span
 from gradaudit.leakage.uneven.by_step import named_by_step
@@ -140,7 +143,7 @@ class Decode(Attack):
         """
         first = span(seen, 0)
         full = first is not None and first.rank >= 0.95 * seen.model.width
-        if full and (crowded := self._crowded(seen, rng, _MANY_WORDS)):
+        if full and first is not None and (crowded := self._crowded(seen, first, rng, _MANY_WORDS)):
             return crowded
         found = self._changed(seen, rng)
         if found is not None:
@@ -261,10 +264,17 @@ class Decode(Attack):
 
     # dropout on
 
-    @staticmethod
-    def _crowded(seen: Observation, rng: torch.Generator, least: float = 0.0) -> Reconstruction | None:
+    def _crowded(
+        self, seen: Observation, first: Span, rng: torch.Generator, least: float = 0.0
+    ) -> Reconstruction | None:
         """Return sentences of a batch whose rows are not told apart, where no defense is known to have blurred them."""
-        return None if seen.knowledge.defenses or seen.kind != "gradient" else read_crowded(seen, rng, least)
+        if seen.knowledge.defenses or seen.kind != "gradient":
+            return None
+        told = rows_of_tables(seen, MaskedInputs(seen.model, first), seen.knowledge.dropout or 0.1, rng)
+        rows = DecodedRows(seen, MaskedInputs(seen.model, first), told)
+        if told and (signals := rows.signals()) is not None:
+            return self._linked(seen, first, rows, rows.link(signals))
+        return read_crowded(seen, rng, least)
 
     def _masked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
         model, known = seen.model, seen.knowledge
@@ -273,11 +283,12 @@ class Decode(Attack):
                 "attack 'decode' decodes dropout at the first normalization (BERT, RoBERTa, MPNet, GPT-2); this model "
                 "has none there: set dropout = false, or use 'dager'"
             )
-        if first.rank > _TOO_MANY * model.width and (crowded := self._crowded(seen, rng)):
-            return crowded
-        inputs = MaskedInputs(model, first)
+        inputs = MaskedInputs(model, first, words=words_of(seen))
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
-        found = find_rows(inputs, how, rng, worth=_WORTH)
+        told = rows_of_tables(seen, inputs, how.rate, rng)
+        if first.rank > _TOO_MANY * model.width and not told and (crowded := self._crowded(seen, first, rng)):
+            return crowded
+        found = find_rows(inputs, how, rng, told, worth=_WORTH)
         if not found:
             none = (f"none of {first.rank} rows was decoded",)
             return Reconstruction(sequences=(), notes=none, details=first.told())
@@ -287,7 +298,7 @@ class Decode(Attack):
             return self._linked(seen, first, rows, None)
         had: list[tuple[DecodedRows, Linked]] = []
         with answering(lambda _: self._linked(seen, first, *had[-1]) if had else None):
-            for one in rows.completing(signals, how, rng):
+            for one in completing(rows, signals, how, rng):
                 had.append(one)
         return self._linked(seen, first, *had[-1])
 

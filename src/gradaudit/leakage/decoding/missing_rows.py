@@ -1,4 +1,6 @@
-"""Rows that were missed, looked for where what came back to the decoded ones leaves room for them.
+"""Rows that were missed, looked for sentence by sentence, and where what came back to others leaves room for them.
+
+The former (`sentence_spaces`) finds most, and the latter what many sentences share, like a first token.
 
 Of r rows let X_f [f, d] be decoded and X_m [q, d] not, D_f and D_m their signals, and N [d, q] the directions of the
 row space that are orthogonal to X_f. The gradient G = D_f^T X_f + D_m^T X_m tells G N = D_m^T (X_m N): which directions
@@ -14,14 +16,18 @@ a few coordinates that it gives up first are forbidden, at random: one in two of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.dropout_masks import HALF
 from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, nearest
+from gradaudit.leakage.decoding.sentence_spaces import Open, SentenceSpace, costs, look_by_sentence
+from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
+from gradaudit.leakage.rowspace.subspace import Span, stack
 from gradaudit.progress import step
 
 _TRIES = ((0, 8, 4), (8, 16, 2), (16, 24, 1))
@@ -40,6 +46,14 @@ model fewer, drawn from a twelfth of the width."""
 _SMALL = 0.3
 """Coordinates below this share of the middle one are not forbidden: their bits hardly matter."""
 _STEPS, _ROUNDS, _TIES = 80, 2, 1e-3
+_IDLE = 6
+"""So many rounds in a row that find no missing row end the search."""
+_WORTH = 0.1
+"""Sentence by sentence rows are looked for again where that found more than this share of those missing."""
+_BEHIND = 3
+"""Positions behind the last decoded row that are looked at."""
+_NEAR = 1e-3
+"""A row this near the smaller space is looked at in the whole one: the former is known to about 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +214,99 @@ def _decimated(
     never = never.scatter(1, order.gather(1, drawn), value=True)
     again = inputs.relaxed(rows, forbidden=never, leaning=second, rng=rng, steps=_STEPS, rounds=_ROUNDS)
     return again > HALF
+
+
+def completing(
+    rows: DecodedRows, signals: Signals, how: Search, rng: torch.Generator
+) -> Iterator[tuple[DecodedRows, Linked]]:
+    """Yield rows and the sentences they make, again and again with rows that were missing, as they are found.
+
+    Args:
+        rows: to begin with.
+        signals: theirs.
+        how: how far to look.
+        rng: for further tries.
+    """
+    linked = rows.link(signals)
+    yield rows, linked
+    turns: Counter[bool] = Counter()
+    by_sentence, idle = True, 0
+    while (left := rows.inputs.span.rank - len(rows.found)) > 0 and idle < _IDLE:
+        look = _by_sentence if by_sentence else _by_leaning
+        more = look(rows, signals, linked, how, turns[by_sentence], idle // 2, rng)
+        turns[by_sentence] += 1
+        by_sentence, idle = not by_sentence or len(more) > _WORTH * left, 0 if more else idle + 1
+        if more:
+            rows = DecodedRows(rows.seen, rows.inputs, [*rows.found, *more])
+            proven = [g for g, sure in zip(linked.groups, linked.certificates, strict=True) if sure == "proven"]
+            again = rows.signals()
+            assert again is not None
+            signals, linked = again, rows.link(again, proven)
+            yield rows, linked
+
+
+def _by_leaning(
+    rows: DecodedRows, signals: Signals, linked: Linked, how: Search, turn: int, idle: int, rng: torch.Generator
+) -> list[Row]:
+    """Return further rows, decoded in the space that the proven sentences leave for them."""
+    proven = [n for n, sure in enumerate(linked.certificates) if sure == "proven"]
+    certified = [i for n in proven for i in linked.groups[n]]
+    whole, inputs = rows.inputs.span, rows.inputs
+    stacked, _ = stack(rows.seen, whole.layer)
+    assert stacked is not None
+    lies = Leaning.of(whole.basis, rows.rows(), stacked)
+    if certified:
+        lies = lies.beyond(certified, torch.cat([linked.foreign[n] for n in proven]))
+        basis = lies.space()
+        smaller = Span(basis, whole.values, basis.shape[1], whole.confidence, whole.layer, whole.roles)
+        inputs = MaskedInputs(rows.model, smaller, _NEAR, words=rows.inputs.words)
+    last = max((row.position for row in rows.found), default=0)
+    how = replace(how, max_length=min(how.max_length, last + 1 + _BEHIND))
+    return look_again(inputs, rows.inputs, how, rows.found, lies.cost(inputs), turn, idle, rng)
+
+
+def _by_sentence(
+    rows: DecodedRows, signals: Signals, linked: Linked, how: Search, turn: int, idle: int, rng: torch.Generator
+) -> list[Row]:
+    """Return further rows, decoded in the space that the other sentences leave for each."""
+    scales = [part.norm() for part in signals.hidden]
+    toward, hidden = (
+        torch.stack([part / scale for part, scale in zip(parts, scales, strict=True)], 1)
+        for parts in ((signals.toward_queries, signals.toward_keys), signals.hidden)
+    )
+    certain = [(group, sure) for group, sure in zip(linked.groups, linked.certificates, strict=True) if group]
+    spaces = [_space(rows, signals, toward, hidden, members) for members, _ in certain]
+    size = float(toward.flatten(1).square().sum(1).median()) * float(rows.rows().square().mean())
+    paid = costs(rows.inputs, spaces, size, turn)
+    sentences = []
+    for (members, sure), cost in zip(certain, paid, strict=True):
+        if sure != "proven":
+            taken = frozenset(rows.found[i].position for i in members)
+            sentences.append(Open(taken, _closed(rows, members), cost))
+    return look_by_sentence(rows.inputs, how, rows.found, sentences, turn, idle, rng)
+
+
+def _closed(rows: DecodedRows, members: Sequence[int]) -> bool:
+    """Say whether a sentence's last special token is among its rows."""
+    return any(rows.found[i].token in rows.model.special.suffix for i in members)
+
+
+def _space(
+    rows: DecodedRows, signals: Signals, toward: Tensor, hidden: Tensor, members: Sequence[int]
+) -> SentenceSpace:
+    """Return where the row space holds a sentence."""
+    model, special = rows.model, rows.model.special
+    of = torch.tensor(members, dtype=torch.long, device=toward.device)
+    taken = {rows.found[i].position for i in members}
+    last, ends = max(taken), bool(special.suffix) and not _closed(rows, members)
+    # its first and last tokens are known to be there: without their masks
+    frame = [(0, special.prefix[0])] if special.prefix and 0 not in taken else []
+    frame += [(last + 1, special.suffix[0])] if ends and last + 1 < model.max_length else []
+    keys, queries = [signals.keys[of]], [signals.queries[of]]
+    for at, token in frame:
+        row = model.first_inputs(at, torch.tensor([token], device=of.device)).to(toward.dtype)
+        keys.append(model.project(0, "k", row))
+        queries.append(model.project(0, "q", row))
+    directions = torch.cat([signals.duals[:, of], signals.beside], 1)
+    received = torch.cat([toward[of], hidden])
+    return SentenceSpace.of(received, directions, torch.cat(keys), torch.cat(queries), last + 1 + ends)

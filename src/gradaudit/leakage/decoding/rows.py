@@ -81,6 +81,7 @@ class MaskedInputs:
         weights: type of the model's weights, to which every step on the way in is rounded; None for float32.
         off: in a span that is not known exactly, a row lies in it within so many times its expected distance.
         least: smallest share of a row that a mask leaves.
+        words: ids [n] of all tokens that there may be; None for the whole vocabulary.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class MaskedInputs:
         weights: torch.dtype | None = None,
         off: float = EXPECTED_OFF,
         least: float = LEAST_KEPT,
+        words: Tensor | None = None,
     ) -> None:
-        self._least = least
+        self._least, self.words = least, words
         self.model, self.span, self.limit, self._off = model, first, near, off
         self._rounded, self._weights = rounded if weights is None else weights, weights
         parts = self._parts = model.first_input_parts()
@@ -126,7 +128,12 @@ class MaskedInputs:
     def near(self, position: int, count: int) -> Tensor:
         """Return the ids of the tokens nearest to the span at a position, [count]; kept for further scans."""
         if position not in self._near:
-            self._near[position] = self._check.rough(position).topk(count, largest=False).indices
+            far = self._check.rough(position)
+            if self.words is None:
+                self._near[position] = far.topk(count, largest=False).indices
+            else:
+                among = self.words.to(far.device)
+                self._near[position] = among[far[among].topk(min(count, len(among)), largest=False).indices]
         return self._near[position]
 
     @torch.no_grad()
@@ -246,7 +253,7 @@ def find_rows(
     """Return the rows of the batch that a scan of all positions and programs for further copies find.
 
     At most as many as the span has dimensions. Where some are missing, `look_harder` goes on; cheaper is to put
-    together what was found, and to look for the rest in what certified sentences leave (`DecodedRows.completing`).
+    together what was found, and to look for the rest in what certified sentences leave (`missing_rows`).
 
     Args:
         inputs: the masked inputs of a model and a span.

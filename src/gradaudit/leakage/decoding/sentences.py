@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.linking import conditions, group, joint_support, signals, unexplained
-from gradaudit.leakage.decoding.missing_rows import Leaning, look_again
-from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search
-from gradaudit.leakage.rowspace.subspace import Span, stack
+from gradaudit.leakage.decoding.linking import conditions, group, joint_support, unexplained
+from gradaudit.leakage.decoding.rows import MaskedInputs, Row
 from gradaudit.types import Observation
 
 CLOSED = 1e-3
@@ -44,14 +42,6 @@ _CHANGES = 64
 """Sentences tried a group that a wrong or a missing member keeps from being proven."""
 _ROUND, _DEVIATIONS = (0.1, 0.05, 0.01), 3.0
 """Dropout rates are multiples of these, the first sooner than the last, within so many standard deviations."""
-_IDLE = 6
-"""So many rounds in a row that find no missing row end the search."""
-_LINKED = 0.1
-"""Rows are put together again once so many more were found, in times those still missing."""
-_BEHIND = 3
-"""Positions behind the last decoded row that are looked at."""
-_NEAR = 1e-3
-"""A row this near the smaller space is looked at in the whole one: the former is known to about 1e-5."""
 
 
 def certificate(
@@ -112,6 +102,7 @@ class Signals:
         queries: [f, H, h].
         keys: [f, H, h].
         hidden: [q, H, h] at queries and keys: directions that the missing rows' signals span.
+        duals: [d, f] directions of the row space orthogonal to all decoded rows but one.
         beside: [d, q] directions of the row space orthogonal to the decoded rows.
     """
 
@@ -120,6 +111,7 @@ class Signals:
     queries: Tensor
     keys: Tensor
     hidden: tuple[Tensor, Tensor]
+    duals: Tensor
     beside: Tensor
 
     def left(self, members: Tensor, heads: int | None = None) -> tuple[Tensor, Tensor]:
@@ -184,11 +176,12 @@ class DecodedRows:
         basis = self.inputs.span.basis
         # the orthonormal directions of the span that the rows leave
         beside = basis @ torch.linalg.svd(rows @ basis, full_matrices=True).Vh[len(rows) :].T
+        duals = torch.linalg.pinv(rows)
         towards, hidden = [], []
         for (gradient, *_), like in zip(gradients, (q, k), strict=True):
-            towards.append(signals(gradient.double(), rows).view_as(like))
+            towards.append((gradient.double() @ duals).T.reshape(like.shape))
             hidden.append((gradient.double() @ beside).T.reshape(-1, *like.shape[1:]))
-        return Signals(towards[0], towards[1], q, k, (hidden[0], hidden[1]), beside)
+        return Signals(towards[0], towards[1], q, k, (hidden[0], hidden[1]), duals, beside)
 
     def link(self, seen: Signals, held: Sequence[list[int]] = ()) -> Linked:
         """Return the sentences and how sure each is.
@@ -278,55 +271,6 @@ class DecodedRows:
             if self.complete([found[i].token for i in now], [found[i].position for i in now]):
                 changes.append(now)
         return changes[:_CHANGES]
-
-    def missing(self, linked: Linked, how: Search, turn: int, idle: int, rng: torch.Generator) -> list[Row]:
-        """Return further rows, decoded in the space that the proven sentences leave for them.
-
-        Args:
-            linked: from `link`.
-            how: how far to look.
-            turn: number of the try.
-            idle: tries before it that found nothing.
-            rng: for further tries.
-        """
-        proven = [n for n, sure in enumerate(linked.certificates) if sure == "proven"]
-        certified = [i for n in proven for i in linked.groups[n]]
-        whole = self.inputs.span
-        stacked, _ = stack(self.seen, whole.layer)
-        assert stacked is not None
-        lies, inputs = Leaning.of(whole.basis, self.rows(), stacked), self.inputs
-        if certified:
-            lies = lies.beyond(certified, torch.cat([linked.foreign[n] for n in proven]))
-            basis = lies.space()
-            smaller = Span(basis, whole.values, basis.shape[1], whole.confidence, whole.layer, whole.roles)
-            inputs = MaskedInputs(self.model, smaller, _NEAR)
-        last = max((row.position for row in self.found), default=0)
-        how = replace(how, max_length=min(how.max_length, last + 1 + _BEHIND))
-        return look_again(inputs, self.inputs, how, self.found, lies.cost(inputs), turn, idle, rng)
-
-    def completing(self, signals: Signals, how: Search, rng: torch.Generator) -> Iterator[tuple[DecodedRows, Linked]]:
-        """Yield the rows and the sentences they make, again and again with rows that were missing, as they are found.
-
-        Args:
-            signals: from `signals`.
-            how: how far to look.
-            rng: for further tries.
-        """
-        rows, linked = self, self.link(signals)
-        yield rows, linked
-        turn = idle = unlinked = 0
-        while len(rows.found) < rows.inputs.span.rank and idle < _IDLE:
-            more = rows.missing(linked, how, turn, idle, rng)
-            turn, idle, unlinked = turn + 1, 0 if more else idle + 1, unlinked + len(more)
-            rows = DecodedRows(self.seen, self.inputs, [*rows.found, *more]) if more else rows
-            proven = [g for g, sure in zip(linked.groups, linked.certificates, strict=True) if sure == "proven"]
-            left = rows.inputs.span.rank - len(rows.found)
-            # before anything is proven, rows go on to be looked for without it
-            if unlinked and (proven or not more or unlinked > _LINKED * left):
-                told, unlinked = rows.signals(), 0
-                assert told is not None
-                linked = rows.link(told, proven)
-                yield rows, linked
 
     def texts(self, groups: list[list[int]]) -> list[tuple[int, ...]]:
         """Return the token ids of each group, framed by the tokenizer's own first and last tokens."""
