@@ -2,15 +2,16 @@
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
         matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps matrices-decoder left-alone load \
-        past-half freezing tables crowded
+        past-half stock freezing tables crowded
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
 unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matrices-b4 (any one matrix, draws of their
 own), matrices-steps (of an optimizer's step), matrices-decoder (of a decoder), left-alone (what a defense leaves
 alone), load (dropout on, to twice as many tokens as coordinates), past-half (dropout on, half to seven tenths),
-freezing (what a frozen part leaves), tables (the embedding tables), crowded (long sentences and many). Records go to
-out/benchmarks (a run that was stopped goes on there) and hold no text. Failures count 0.
+stock (the same and more, embeddings trained), freezing (what a frozen part leaves), tables (the embedding tables),
+crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text.
+Failures count 0.
 """
 
 from __future__ import annotations
@@ -202,8 +203,18 @@ def load() -> list[Cell]:
 
 def past_half() -> list[Cell]:
     """Dropout on, more rows than half the coordinates, on a draw that nothing was developed on."""
-    sizes = (("minilm", "cola", 20, 3), ("minilm", "cola", 22, 3), ("mpnet", "cola", 32, 2), ("minilm", "rt", 8, 3))
-    return [Cell(data, b, n, PRACTICAL, model, seed=24242) for model, data, b, n in sizes]
+    sizes = (("minilm", "cola", 20, 3), ("minilm", "cola", 22, 3), ("minilm", "rt", 8, 3))
+    sizes += (("mpnet", "cola", 32, 1), ("mpnet", "cola", 36, 2), ("mpnet", "cola", 40, 2))
+    return [Cell(data, b, n, PRACTICAL, model, seed=25252) for model, data, b, n in sizes]
+
+
+def stock() -> list[Cell]:
+    """Dropout on, everything trained as a stock training loop does, half the width to twice, the same draw."""
+    sizes = (("minilm", "cola", 24, 3), ("minilm", "cola", 32, 3), ("minilm", "cola", 48, 3), ("minilm", "rt", 8, 3))
+    sizes += (("minilm", "rt", 16, 3), ("mpnet", "cola", 40, 1), ("mpnet", "cola", 44, 1))
+    sizes += (("mpnet", "cola", 64, 2), ("mpnet", "cola", 128, 1))
+    trained = "embeddings trained"
+    return [Cell(data, b, n, {"dropout": True}, model, seed=25252, title=trained) for model, data, b, n in sizes]
 
 
 GROUPS = {
@@ -224,6 +235,7 @@ GROUPS = {
     "left-alone": left_alone,
     "load": load,
     "past-half": past_half,
+    "stock": stock,
     "crowded": crowded,
     "freezing": freezing,
     "tables": tables,
