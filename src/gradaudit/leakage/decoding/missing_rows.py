@@ -227,22 +227,33 @@ def completing(
         how: how far to look.
         rng: for further tries.
     """
-    linked = rows.link(signals)
+    linked, certain = rows.link(signals), True
     yield rows, linked
     turns: Counter[bool] = Counter()
     by_sentence, idle = True, 0
     while (left := rows.inputs.span.rank - len(rows.found)) > 0 and idle < _IDLE:
+        if not by_sentence and not certain:
+            linked, certain = rows.link(signals, _proven(linked)), True
+            yield rows, linked
         look = _by_sentence if by_sentence else _by_leaning
         more = look(rows, signals, linked, how, turns[by_sentence], idle // 2, rng)
         turns[by_sentence] += 1
         by_sentence, idle = not by_sentence or len(more) > _WORTH * left, 0 if more else idle + 1
         if more:
             rows = DecodedRows(rows.seen, rows.inputs, [*rows.found, *more])
-            proven = [g for g, sure in zip(linked.groups, linked.certificates, strict=True) if sure == "proven"]
             again = rows.signals()
             assert again is not None
-            signals, linked = again, rows.link(again, proven)
+            signals = again
+            # most of the time goes into certificates, and only what leans on proven sentences needs them
+            certain = len(more) == left
+            linked = rows.link(signals, _proven(linked), certain)
             yield rows, linked
+    if not certain:
+        yield rows, rows.link(signals, _proven(linked))
+
+
+def _proven(linked: Linked) -> list[list[int]]:
+    return [group for group, sure in zip(linked.groups, linked.certificates, strict=True) if sure == "proven"]
 
 
 def _by_leaning(

@@ -183,12 +183,13 @@ class DecodedRows:
             hidden.append((gradient.double() @ beside).T.reshape(-1, *like.shape[1:]))
         return Signals(towards[0], towards[1], q, k, (hidden[0], hidden[1]), duals, beside)
 
-    def link(self, seen: Signals, held: Sequence[list[int]] = ()) -> Linked:
+    def link(self, seen: Signals, held: Sequence[list[int]] = (), certify: bool = True) -> Linked:
         """Return the sentences and how sure each is.
 
         Args:
             seen: from `signals`.
             held: sentences that were proven before, and are not put together anew.
+            certify: False where it is enough to know which rows belong together: all others are guesses.
         """
         positions = [row.position for row in self.found]
         size = self.size or max(positions.count(p) for p in set(positions))
@@ -206,6 +207,9 @@ class DecodedRows:
             return [[rows[i] for i in g] for g in there]
 
         groups = [*held, *grouped(loose, size - len(held))]
+        if not certify:
+            sure = ["proven"] * len(held) + ["guess"] * (len(groups) - len(held))
+            return Linked(groups, sure, [seen.queries.new_zeros(len(g), len(seen.hidden[0])) for g in groups])
         certified = [self.certified(seen, members) for members in groups]
         while (mended := self._mended(seen, groups, certified)) is not None:
             members, now = mended
