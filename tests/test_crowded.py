@@ -17,6 +17,7 @@ from gradaudit.leakage.crowded import sentences as crowded
 from gradaudit.leakage.crowded.attention_fit import AttentionFit
 from gradaudit.leakage.crowded.sources import shares, sources
 from gradaudit.leakage.crowded.words import present
+from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.streams import stream
@@ -165,10 +166,12 @@ def test_what_a_defense_blurred_and_weight_changes_are_left_to_others(load, monk
     monkeypatch.setattr(attack_file, "read_crowded", lambda *arguments: answer)
     batch = tiny_models.batch_of(model, tiny_models.sentences((9, 9), 5))
     seen = tiny_models.seen_of(Client(model, dropout=True), batch, "0:q,k,v", Given())
-    assert Decode._crowded(seen, stream(0, "attack")) is answer
+    first = span(seen, 0)
+    assert first is not None
+    assert Decode()._crowded(seen, first, stream(0, "attack")) is answer
     blurred = replace(seen, knowledge=replace(seen.knowledge, defenses=({"name": "gaussian", "sigma": 1.0},)))
     for other in (blurred, replace(seen, kind="delta")):
-        assert Decode._crowded(other, stream(0, "attack")) is None
+        assert Decode()._crowded(other, first, stream(0, "attack")) is None
 
 
 def test_more_words_than_a_sentence_has_are_not_searched(load):

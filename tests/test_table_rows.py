@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradaudit.attacks.decode import Decode
+from gradaudit.attacks.decode import TOLD_BY_TABLES, Decode
 from gradaudit.client.client import Client
 from gradaudit.leakage.decoding import table_rows
 from gradaudit.leakage.decoding.rows import MaskedInputs
@@ -96,6 +96,18 @@ def test_past_the_width_words_that_stand_once_are_read_where_they_stand(minilm):
     assert not found - truth
     often = Counter(t for s in batch.sequences() for t in s)
     assert {t for t, n in often.items() if n == 1} <= {row.token for row in rows}
+    answer = Decode().run(seen, stream(0, "attack"))
+    assert answer.notes == (TOLD_BY_TABLES,)
+    once = {t for t, n in often.items() if n == 1}
+    together = []
+    for guess in answer.sequences:
+        of = [next(s for s in batch.sequences() if t in s) for t in guess if t in once]
+        most = max(of, key=of.count, default=[])
+        mine = [t for t in guess if t in once and t in most]
+        assert mine == sorted(mine, key=most.index), "in the order in which they stand there"
+        together.append((len(mine), len(of)))
+    right, every = map(sum, zip(*together, strict=True))
+    assert right >= 0.85 * every
     frozen = seen_of(Client(minilm, dropout=True, freeze=("embeddings",)), batch)
     assert rows_of_tables(frozen, MaskedInputs(minilm, first), 0.1, stream(0, "attack")) == []
 

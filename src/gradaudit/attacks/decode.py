@@ -52,6 +52,10 @@ by rows and 37 by words; of 0.68 71%, 91 by rows)."""
 _MANY_WORDS = 0.4
 """So many words, in times the width, fill a row space, and no noise does (MiniLM and MPNet: 0.46 to 0.61 at 0.9 to 1.1
 tokens a coordinate, 0.31 at 0.5)."""
+TOLD_BY_TABLES = (
+    "too many tokens for all of their rows to be told apart: the embedding tables tell the words that stand once, "
+    "and where; the others are left out"
+)
 _DROWNED = 0.5
 """Entries known to no better than this share of their size, in the middle, tell words and places, and no masks: those
 are read at noise of .0003 (0.24 to 0.39), not of .001 (0.69 to 0.9; MiniLM, 1 and 4 sentences)."""
@@ -273,7 +277,8 @@ class Decode(Attack):
         told = rows_of_tables(seen, MaskedInputs(seen.model, first), seen.knowledge.dropout or 0.1, rng)
         rows = DecodedRows(seen, MaskedInputs(seen.model, first), told)
         if told and (signals := rows.signals()) is not None:
-            return self._linked(seen, first, rows, rows.link(signals))
+            found = self._linked(seen, first, rows, rows.link(signals))
+            return replace(found, notes=(TOLD_BY_TABLES, *found.notes[1:]))
         return read_crowded(seen, rng, least)
 
     def _masked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:

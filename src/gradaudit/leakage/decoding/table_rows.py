@@ -125,9 +125,12 @@ class _Tables:
         left = self._left(self._words, self._sizes[0])
         if not len(left) or not len(self._left(self._places[at : at + 1], self._sizes[1][at : at + 1])):
             return []
-        row, size = self._places[at].expand(len(left), -1), self._sizes[1][at].expand(len(left))
-        kept = self._line(row, size, self._normed(left, at), rng)
-        return [(int(left[word]), kept[word]) for _, word in _winners((~kept).sum(1)[:, None])]
+        kept = []
+        for some in torch.split(left, _CHUNK):
+            row, size = self._places[at].expand(len(some), -1), self._sizes[1][at].expand(len(some))
+            kept.append(self._line(row, size, self._normed(some, at), rng))
+        masks = torch.cat(kept)
+        return [(int(left[word]), masks[word]) for _, word in _winners((~masks).sum(1)[:, None])]
 
     @staticmethod
     def _left(rows: Tensor, sizes: Tensor) -> Tensor:
