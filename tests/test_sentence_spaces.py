@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.dropout_masks import refine_masks, relaxed_masks
-from gradaudit.leakage.decoding.sentence_spaces import SentenceSpace, costs
+from gradaudit.leakage.decoding.sentence_spaces import Open, SentenceSpace, costs
 
 HEADS, SIZE, WIDTH = 6, 32, 192
 
@@ -103,3 +103,22 @@ def test_rows_decode_where_the_other_sentences_leave_them_and_not_in_the_whole_r
     assert int((~known).sum()) == 35
     assert plain <= 6
     assert leaning >= 12
+
+
+def test_keys_explain_what_sums_to_zero_alone():
+    made = batch([5], seed=4)
+    received = torch.zeros(2, 2, HEADS, SIZE, dtype=torch.double)
+    received[0, 0] = made.keys[0] - made.keys[1]  # the softmax can
+    received[1, 0] = made.keys.sum(0)  # and cannot
+    found = SentenceSpace.of(received, torch.eye(2, dtype=torch.double), made.keys, made.queries, 5)
+    assert float(found.lost[0]) < 1e-9
+    assert float(found.lost[1]) > 0.5
+    assert abs(float(found.directions[1, 0])) < 1e-6 * abs(float(found.directions[0, 0]))
+
+
+def test_rows_are_looked_for_where_none_was_decoded():
+    nothing = torch.zeros(0)
+    assert Open(frozenset({0, 2, 3}), True, nothing).places(50) == [1]
+    assert Open(frozenset({0, 2, 3}), False, nothing).places(50) == [1, 4, 5, 6]
+    assert Open(frozenset({0, 2, 3}), False, nothing).places(5) == [1, 4]
+    assert Open(frozenset(), False, nothing).places(50) == [0, 1, 2, 3]

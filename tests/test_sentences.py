@@ -203,6 +203,22 @@ def test_sentences_are_proven_without_the_rows_of_another_and_show_where_those_l
 
 
 @pytest.mark.minilm
+def test_a_sentence_that_was_completed_is_proven_though_rows_of_another_stay_missing(decoded, monkeypatch):
+    whole, signals = without(decoded, [])
+    one, other, _ = whole.link(signals).groups
+    rows, signals = without(decoded, [one[2], other[2]])
+    answers = [[decoded.rows[one[2]]]]
+
+    def some(*given: Any) -> list[Row]:
+        return answers.pop() if answers else []
+
+    monkeypatch.setattr(missing_rows, "_by_sentence", some)
+    monkeypatch.setattr(missing_rows, "_by_leaning", lambda *given: [])
+    *_, (_, linked) = missing_rows.completing(rows, signals, Search(3, 200, 64), stream(0, "more"))
+    assert sorted(linked.certificates) == ["guess", "proven", "proven"]
+
+
+@pytest.mark.minilm
 def test_sentences_that_were_proven_are_held_and_the_others_linked_beside_them(decoded):
     rows, signals = without(decoded, lost_rows(decoded, 1))
     first = rows.link(signals)

@@ -232,7 +232,7 @@ def completing(
     turns: Counter[bool] = Counter()
     by_sentence, idle = True, 0
     while (left := rows.inputs.span.rank - len(rows.found)) > 0 and idle < _IDLE:
-        if not by_sentence and not certain:
+        if not by_sentence and not certain:  # so that what ends the loop is certified, too
             linked, certain = rows.link(signals, _proven(linked)), True
             yield rows, linked
         look = _by_sentence if by_sentence else _by_leaning
@@ -248,8 +248,6 @@ def completing(
             certain = len(more) == left
             linked = rows.link(signals, _proven(linked), certain)
             yield rows, linked
-    if not certain:
-        yield rows, rows.link(signals, _proven(linked))
 
 
 def _proven(linked: Linked) -> list[list[int]]:
