@@ -204,7 +204,7 @@ def load() -> list[Cell]:
 def past_half() -> list[Cell]:
     """Dropout on, more rows than half the coordinates, on a draw that nothing was developed on."""
     sizes = (("minilm", "cola", 20, 3), ("minilm", "cola", 22, 3), ("minilm", "rt", 8, 3))
-    sizes += (("mpnet", "cola", 32, 1), ("mpnet", "cola", 36, 2), ("mpnet", "cola", 40, 2))
+    sizes += (("mpnet", "cola", 32, 1), ("mpnet", "cola", 40, 2), ("mpnet", "cola", 46, 1))
     return [Cell(data, b, n, PRACTICAL, model, seed=25252) for model, data, b, n in sizes]
 
 
