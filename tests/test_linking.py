@@ -58,13 +58,6 @@ def test_a_sentence_explains_its_own_signals_and_no_sentence_with_one_stranger_d
         assert float(linking.unexplained(toward_q, toward_k, q, k, mixed)[0].max()) > 0.05
 
 
-def test_signals_undo_the_gradient():
-    rng = torch.Generator().manual_seed(0)
-    rows = torch.randn(9, 40, generator=rng, dtype=torch.double)
-    signal = torch.randn(9, 24, generator=rng, dtype=torch.double)
-    assert torch.allclose(linking.signals(signal.T @ rows, rows), signal, atol=1e-10)
-
-
 def test_two_tokens_at_one_position_are_never_joined():
     closest = torch.ones(4, 4, dtype=torch.double)
     assert sorted(map(sorted, linking.group(closest, [0, 0, 1, 1], 2))) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
@@ -124,3 +117,31 @@ def test_normal_equations_give_what_orthogonal_factors_do():
     twice = torch.cat([matrix, matrix, torch.zeros(400, 1, dtype=torch.double)], 1)
     left = target - twice @ linking._least_squares(twice, target)
     assert float(left.norm()) == pytest.approx(float((target - matrix @ exact).norm()), rel=1e-9)
+
+
+def test_what_was_left_over_goes_where_its_place_is_free():
+    # two sentences of five and four tokens; one lacks its third token, which went to a group of its own,
+    # and the other's second stands behind the first one's end
+    positions = [0, 1, 3, 4, 0, 2, 3, 2, 5, 1]
+    ends = [False, False, False, True, False, False, True, False, False, False]
+    groups = [[0, 1, 2, 3, 8], [4, 5, 6], [7], [9]]
+    affinity = torch.zeros(10, 10)
+    found = linking.settled(groups, affinity, positions, ends, 2)
+    assert sorted(map(sorted, found)) == [[0, 1, 2, 3, 7], [4, 5, 6, 9], [8]]
+
+
+def test_of_two_places_the_closer_one_is_taken_and_no_second_end():
+    positions, ends = [0, 2, 0, 2, 1, 1, 3], [False, False, False, False, False, False, True]
+    affinity = torch.zeros(7, 7)
+    affinity[4, [2, 3]] = affinity[5, [0, 1]] = 1.0
+    found = linking.settled([[0, 1], [2, 3], [4], [5], [6]], affinity, positions, ends, 2)
+    assert [4 in g for g in found if 2 in g] == [True]
+    assert [5 in g for g in found if 0 in g] == [True]
+    assert sum(6 in g for g in found) == 1
+    kept = linking.settled([[0, 1, 6], [2, 3]], affinity, positions, ends, 2)
+    assert sorted(map(sorted, kept)) == [[0, 1, 6], [2, 3]]
+
+
+def test_where_most_stands_behind_an_end_that_is_what_was_wrong():
+    positions, ends = [0, 1, 2, 3, 4], [False, True, False, False, False]
+    assert linking.settled([[0, 1, 2, 3, 4]], torch.zeros(5, 5), positions, ends, 1) == [[0, 1, 2, 3, 4]]

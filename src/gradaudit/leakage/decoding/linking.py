@@ -15,17 +15,6 @@ _JITTER = 1e-13
 """Of the normal equations' mean diagonal: directions that say nothing stay where they are."""
 
 
-def signals(gradient: Tensor, rows: Tensor) -> Tensor:
-    """Return [b, out], the back-propagated signal of each row at a linear map's output.
-
-    Args:
-        gradient: [out, d] of the map's weight; its rows lie in the span of `rows`.
-        rows: [b, d] inputs, linearly independent.
-    """
-    found: Tensor = (gradient @ torch.linalg.pinv(rows)).T
-    return found
-
-
 def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int = 20, ridge: float = 1e-4) -> Tensor:
     """Return [b, b] weights: how much atom j takes part in explaining target i, over all heads together.
 
@@ -206,3 +195,53 @@ def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[li
         blocked[:, b] = True
         alive -= 1
     return [sorted(m, key=lambda i: positions[i]) for m in members if m]
+
+
+def settled(
+    groups: Sequence[list[int]], affinity: Tensor, positions: Sequence[int], ends: Sequence[bool], sentences: int
+) -> list[list[int]]:
+    """Return groups in which tokens that cannot stand where they were put stand at a place that is free elsewhere.
+
+    That are those behind a sentence's last token, and those of the smallest of more groups than there are sentences:
+    joining the closest first leaves some over. The one with the fewest places goes first, to the group it is closest
+    to; one that fits nowhere stays alone.
+
+    Args:
+        groups: from `group`.
+        affinity: [b, b] symmetric.
+        positions: position of each token.
+        ends: which tokens are a sentence's last.
+        sentences: number of sentences.
+    """
+    kept: list[list[int]] = []
+    loose: list[int] = []
+    largest = sorted(range(len(groups)), key=lambda n: len(groups[n]), reverse=True)[:sentences]
+    for n, members in enumerate(groups):
+        last = [positions[i] for i in members if ends[i]]
+        behind = [i for i in members if len(last) == 1 and positions[i] > last[0]]
+        if n not in largest:
+            loose += members
+        else:  # where most of it lies behind, the last token is the one that is wrong
+            moved = behind if 2 * len(behind) < len(members) else []
+            kept.append([i for i in members if i not in moved])
+            loose += moved
+
+    def places(row: int) -> list[int]:
+        here = positions[row]
+        return [
+            n
+            for n, members in enumerate(kept)
+            if all(positions[i] != here and (here < positions[i] or not ends[i]) for i in members)
+            and not (ends[row] and any(ends[i] or positions[i] > here for i in members))
+        ]
+
+    alone = []
+    while loose:
+        row = min(loose, key=lambda i: len(places(i)) or len(kept) + 1)
+        loose.remove(row)
+        there = places(row)
+        if there:
+            kept[max(there, key=lambda n: float(affinity[row, kept[n]].mean()))].append(row)
+        else:
+            alone.append([row])
+    return [*(sorted(m, key=lambda i: positions[i]) for m in kept), *alone]

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.decoding.linking import conditions, group, joint_support, unexplained
+from gradaudit.leakage.decoding.linking import conditions, group, joint_support, settled, unexplained
 from gradaudit.leakage.decoding.rows import MaskedInputs, Row
 from gradaudit.types import Observation
 
@@ -203,7 +203,9 @@ class DecodedRows:
             if affinity is None or not rows:
                 return []
             some = torch.tensor([at[i] for i in rows], device=affinity.device)
-            there = group(affinity[some][:, some], [positions[i] for i in rows], max(1, count))
+            near, stands, count = affinity[some][:, some], [positions[i] for i in rows], max(1, count)
+            ends = [self.found[i].token in self.model.special.suffix for i in rows]
+            there = settled(group(near, stands, count), near, stands, ends, count)
             return [[rows[i] for i in g] for g in there]
 
         groups = [*held, *grouped(loose, size - len(held))]
