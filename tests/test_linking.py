@@ -145,3 +145,20 @@ def test_of_two_places_the_closer_one_is_taken_and_no_second_end():
 def test_where_most_stands_behind_an_end_that_is_what_was_wrong():
     positions, ends = [0, 1, 2, 3, 4], [False, True, False, False, False]
     assert linking.settled([[0, 1, 2, 3, 4]], torch.zeros(5, 5), positions, ends, 1) == [[0, 1, 2, 3, 4]]
+
+
+def test_a_sentence_has_one_end_and_nothing_behind_it():
+    positions, ends = [0, 1, 4, 0, 1, 2], [False, False, True, False, False, True]
+    affinity = torch.zeros(6, 6)
+    affinity[5, [0, 1, 2]] = 1.0
+    found = linking.settled([[0, 1, 2], [3, 4], [5]], affinity, positions, ends, 2)
+    assert sorted(map(sorted, found)) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_one_with_fewer_places_goes_first():
+    # row 3 may stand in either sentence and is nearer to the first, where row 4, an end, has its only place
+    positions, ends = [0, 0, 3, 2, 2], [False, False, True, False, True]
+    affinity = torch.zeros(5, 5)
+    affinity[3, 0] = 1.0
+    found = linking.settled([[0], [1, 2], [3], [4]], affinity, positions, ends, 2)
+    assert sorted(map(sorted, found)) == [[0, 4], [1, 2, 3]]
