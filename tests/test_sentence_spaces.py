@@ -94,7 +94,7 @@ def test_rows_decode_where_the_other_sentences_leave_them_and_not_in_the_whole_r
     for n, cost in enumerate(costs(inputs, spaces, size, 0)):
         wanted = torch.where((made.of == n) & ~known)[0]
         clean, kept = made.clean[wanted], made.kept[wanted]
-        by = torch.linalg.inv(torch.eye(136, dtype=torch.double) + 3.0 * cost)
+        by = torch.linalg.inv(torch.eye(136, dtype=torch.double) + cost)
         before, after = (
             refine_masks(outside, clean, relaxed_masks(basis, clean, leaning=one) > 0.5)[0] for one in (None, by)
         )

@@ -16,6 +16,7 @@ from gradaudit.client.client import Client
 from gradaudit.leakage.decoding import table_rows
 from gradaudit.leakage.decoding.rows import MaskedInputs
 from gradaudit.leakage.decoding.table_rows import rows_of_tables
+from gradaudit.leakage.rowspace.embedding_rows import words_of
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
@@ -23,7 +24,7 @@ from gradaudit.streams import stream
 from made_data import sample_batch
 from tiny_models import seen_of
 
-WIDTH = 256
+WIDTH, RATE = 256, 0.1
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +32,14 @@ def minilm():
     return load_model(ModelSpec("minilm"))
 
 
-def made(stands: list[tuple[int, int]], seed: int = 0) -> SimpleNamespace:
+def made(stands: list[tuple[int, int]], seed: int = 0, rate: float = RATE) -> SimpleNamespace:
     """Return both tables' gradients of a masked LayerNorm by autograd, of words at positions, and the masks."""
     rng = torch.Generator().manual_seed(seed)
     words, places = (torch.randn(n, WIDTH, generator=rng).requires_grad_() for n in (8, 6))
     weight, bias = torch.randn(2, WIDTH, generator=rng)
     which, where = (torch.tensor(part) for part in zip(*stands, strict=True))
-    kept = torch.rand(len(stands), WIDTH, generator=rng) >= 0.1
-    entering = torch.nn.functional.layer_norm(words[which] + places[where], (WIDTH,), weight, bias) * kept / 0.9
+    kept = torch.rand(len(stands), WIDTH, generator=rng) >= rate
+    entering = torch.nn.functional.layer_norm(words[which] + places[where], (WIDTH,), weight, bias) * kept / (1 - rate)
     (entering * torch.randn(entering.shape, generator=rng)).sum().backward()
     assert words.grad is not None
     assert places.grad is not None
@@ -47,11 +48,13 @@ def made(stands: list[tuple[int, int]], seed: int = 0) -> SimpleNamespace:
     return SimpleNamespace(inputs=inputs, words=words.grad, places=places.grad, kept=kept)
 
 
-def told(case: SimpleNamespace, words: Tensor | None = None) -> dict[tuple[int, int], Tensor]:
+def told(
+    case: SimpleNamespace, words: Tensor | None = None, rate: float | None = RATE
+) -> dict[tuple[int, int], Tensor]:
     ids = torch.where(case.words.any(1))[0]
     rows = (case.words if words is None else words)[ids].double()
     near = table_rows._ROUNDED * torch.finfo(torch.float32).eps
-    found = table_rows._Tables(case.inputs, ids, rows, case.places.double(), near)
+    found = table_rows._Tables(case.inputs, ids, rows, case.places.double(), near, rate)
     return {(int(ids[word]), at): kept for word, at, kept in found.told(torch.Generator().manual_seed(1))}
 
 
@@ -74,6 +77,17 @@ def test_what_is_told_is_taken_out_of_both_tables_until_nothing_more_is():
         assert at == (6, 0) or torch.equal(found[at], case.kept[n])
 
 
+@pytest.mark.parametrize("rate", [0.3, None])
+def test_a_word_that_stands_twice_at_one_place_is_not_told_as_one(rate: float | None):
+    """Where both masks dropped a coordinate it lies on the line, too: 23 of 256, where one mask dropped 77."""
+    stands = [(0, 1), (0, 1), (1, 0), (2, 3), (3, 2), (4, 4)]
+    case = made(stands, rate=0.3)
+    found = told(case, rate=rate)
+    assert set(found) == {(1, 0), (2, 3), (3, 2), (4, 4)}
+    for n, at in enumerate(stands[2:], 2):
+        assert torch.equal(found[at], case.kept[n])
+
+
 @pytest.mark.parametrize("digits", [1e-4, 1e-2])
 def test_rounded_gradients_tell_nothing(digits: float):
     case = made([(0, 1), (1, 0), (2, 3)])
@@ -91,7 +105,7 @@ def test_past_the_width_words_that_stand_once_are_read_where_they_stand(minilm):
     first = span(seen, 0)
     assert first is not None
     truth = Counter((t, p) for s in batch.sequences() for p, t in enumerate(s))
-    rows = rows_of_tables(seen, MaskedInputs(minilm, first), 0.1, stream(0, "attack"))
+    rows = rows_of_tables(seen, MaskedInputs(minilm, first, words=words_of(seen)), stream(0, "attack"))
     found = Counter((row.token, row.position) for row in rows)
     assert not found - truth
     often = Counter(t for s in batch.sequences() for t in s)
@@ -109,7 +123,7 @@ def test_past_the_width_words_that_stand_once_are_read_where_they_stand(minilm):
     right, every = map(sum, zip(*together, strict=True))
     assert right >= 0.85 * every
     frozen = seen_of(Client(minilm, dropout=True, freeze=("embeddings",)), batch)
-    assert rows_of_tables(frozen, MaskedInputs(minilm, first), 0.1, stream(0, "attack")) == []
+    assert rows_of_tables(frozen, MaskedInputs(minilm, first, words=words_of(frozen)), stream(0, "attack")) == []
 
 
 @pytest.mark.minilm

@@ -277,11 +277,10 @@ class Decode(Attack):
         """Return sentences of a batch whose rows are not told apart, where no defense is known to have blurred them."""
         if seen.knowledge.defenses or seen.kind != "gradient":
             return None
-        told = rows_of_tables(seen, MaskedInputs(seen.model, first), seen.knowledge.dropout or 0.1, rng)
-        rows = DecodedRows(seen, MaskedInputs(seen.model, first), told)
-        if told and (signals := rows.signals()) is not None:
-            found = self._linked(seen, first, rows, rows.link(signals))
-            return replace(found, notes=(TOLD_BY_TABLES, *found.notes[1:]))
+        inputs = MaskedInputs(seen.model, first, words=words_of(seen))
+        rows = DecodedRows(seen, inputs, rows_of_tables(seen, inputs, rng))
+        if rows.found and (signals := rows.signals()) is not None:
+            return self._linked(seen, first, rows, rows.link(signals), TOLD_BY_TABLES)
         return read_crowded(seen, rng, least)
 
     def _masked(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
@@ -293,7 +292,7 @@ class Decode(Attack):
             )
         inputs = MaskedInputs(model, first, words=words_of(seen))
         how = Search(known.batch_size, self.candidates, self.max_length, known.dropout or 0.1)
-        told = rows_of_tables(seen, inputs, how.rate, rng)
+        told = rows_of_tables(seen, inputs, rng)
         most = _TOLD_TOO_MANY if told else _TOO_MANY
         if first.rank > most * model.width and (crowded := self._crowded(seen, first, rng)):
             return crowded
@@ -312,7 +311,9 @@ class Decode(Attack):
         return self._linked(seen, first, *had[-1])
 
     @staticmethod
-    def _linked(seen: Observation, first: Span, rows: DecodedRows, linked: Linked | None) -> Reconstruction:
+    def _linked(
+        seen: Observation, first: Span, rows: DecodedRows, linked: Linked | None, left: str | None = None
+    ) -> Reconstruction:
         """Return what masked rows tell, put together to sentences or, where nothing links them, by their positions."""
         details: dict[str, Any] = first.told()
         notes = []
@@ -328,8 +329,10 @@ class Decode(Attack):
             # no loss follows the last word, so that it leaves no row: what looks complete lacks it
             certificates = ["likely" if one == "proven" else one for one in certificates]
             notes.append(LAST_MISSING)
-        if len(rows.found) < first.rank:
-            notes.insert(0, f"{first.rank - len(rows.found)} of {first.rank} rows were not decoded")
+        if left is None and len(rows.found) < first.rank:
+            left = f"{first.rank - len(rows.found)} of {first.rank} rows were not decoded"
+        if left:
+            notes.insert(0, left)
         details |= {"rows": len(rows.found), "estimated_dropout": round(rows.rate(), 3)}
         return Reconstruction(tuple(sequences), certificates=tuple(certificates), notes=tuple(notes), details=details)
 

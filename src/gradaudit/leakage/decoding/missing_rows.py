@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.dropout_masks import HALF
-from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, nearest
-from gradaudit.leakage.decoding.sentence_spaces import Open, SentenceSpace, costs, look_by_sentence
+from gradaudit.leakage.decoding.rows import MaskedInputs, Row, Search, fresh_rows, nearest
+from gradaudit.leakage.decoding.sentence_spaces import Open, SentenceSpace, apart, costs, look_by_sentence
 from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, Signals
 from gradaudit.leakage.rowspace.subspace import Span, stack
 from gradaudit.progress import step
@@ -112,11 +112,8 @@ class Leaning:
             inputs: with n directions in its basis.
         """
         read = torch.linalg.pinv(torch.cat([self.free, self.known]).T)
-        apart = (read[len(self.free) :] - self.shared.T @ read[: len(self.free)]) / self.spread[:, None]
-        by = apart @ inputs.basis
-        if len(inputs.shifts):  # of unknown sizes: whatever suits the row best
-            shift = apart @ inputs.shifts.T
-            by = by - shift @ torch.linalg.pinv(shift) @ by
+        free, known = read.split([len(self.free), len(self.known)])
+        by = apart(inputs, (known - self.shared.T @ free) / self.spread[:, None])
         cost: Tensor = by.T @ by * self.size  # programs take rows at unit size a coordinate
         return cost
 
@@ -167,14 +164,10 @@ def look_again(
     at = torch.where(inside)[0]
     # a mask that the smaller space lets pass may end, in the whole one, at a copy that is known
     kept, inside = whole.accepted(every[at], kept[at], how.rate)
-    more: list[Row] = []
-    for n in torch.where(inside)[0].tolist():
-        position, token = owner[int(at[n])]
-        same = kinds[position, token][0]
-        fresh = all(whole.differ(row.clean, kept[n], row.kept) for row in same)
-        if fresh and (how.size is None or len(same) < how.size) and len(found) + len(more) < whole.span.rank:
-            same.append(Row(token, position, kept[n], every[at[n]]))
-            more.append(same[-1])
+    same = {kind: rows for kind, (rows, _) in kinds.items()}
+    which = torch.where(inside)[0].tolist()
+    passed = [(owner[int(at[n])], kept[n], every[at[n]]) for n in which]
+    more = fresh_rows(whole, how, same, passed, len(found))
     step("decode: rows", len(found) + len(more), whole.span.rank)
     return more
 
@@ -292,7 +285,7 @@ def _by_sentence(
         if sure != "proven":
             taken = frozenset(rows.found[i].position for i in members)
             sentences.append(Open(taken, _closed(rows, members), cost))
-    return look_by_sentence(rows.inputs, how, rows.found, sentences, turn, idle, rng)
+    return look_by_sentence(rows.inputs, how, rows.found, sentences, idle, rng)
 
 
 def _closed(rows: DecodedRows, members: Sequence[int]) -> bool:

@@ -302,6 +302,30 @@ def nearest(inputs: MaskedInputs, how: Search) -> int:
     return min(max(how.candidates, inputs.span.rank), inputs.model.vocabulary_size)
 
 
+def fresh_rows(
+    inputs: MaskedInputs,
+    how: Search,
+    known: dict[tuple[int, int], list[Row]],
+    passed: Sequence[tuple[tuple[int, int], Tensor, Tensor]],
+    count: int,
+) -> list[Row]:
+    """Return the rows among those that lie in the span which are no known one met again, and put them to the known.
+
+    Args:
+        inputs, how: masked inputs; how many copies there may be.
+        known, passed: rows by position and token; position and token, mask [d] and clean row [d].
+        count: rows that are known, of the span's dimensions.
+    """
+    fresh: list[Row] = []
+    for kind, kept, clean in passed:
+        same = known.setdefault(kind, [])
+        room = count + len(fresh) < inputs.span.rank and (how.size is None or len(same) < how.size)
+        if room and all(inputs.differ(row.clean, kept, row.kept) for row in same):
+            same.append(Row(kind[1], kind[0], kept, clean))
+            fresh.append(same[-1])
+    return fresh
+
+
 def _decoded(inputs: MaskedInputs, how: Search, found: list[Row], position: int, ids: Tensor, **objective: Any) -> bool:
     """Add those of some tokens at a position that decode and were not found yet; say whether any decoded."""
     known = {(row.position, row.token) for row in found}
@@ -371,10 +395,6 @@ def _copies(
     # a known copy with one coordinate taken away is nearly a solution: it takes longer to leave it
     start = inputs.masks(rows_, forbidden=torch.cat(forbidden), rng=rng, steps=_COPY_STEPS)
     kept, inside = inputs.accepted(rows_, start, how.rate)
-    for at in torch.where(inside)[0].tolist():
-        same = kinds.setdefault(owner[at], [])
-        fresh = all(inputs.differ(row.clean, kept[at], row.kept) for row in same)
-        if fresh and (how.size is None or len(same) < how.size) and len(found) < inputs.span.rank:
-            same.append(Row(owner[at][1], owner[at][0], kept[at], rows_[at]))
-            found.append(same[-1])
+    which = torch.where(inside)[0].tolist()
+    found += fresh_rows(inputs, how, kinds, [(owner[n], kept[n], rows_[n]) for n in which], len(found))
     _told(inputs, found)
