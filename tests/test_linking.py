@@ -105,18 +105,62 @@ def test_conditions_are_counted_as_the_rank_leaves_them(count: int):
     assert linking.conditions(count, 5, SIZE) == 5 * (equations - (count**2 - free))
 
 
-def test_normal_equations_give_what_orthogonal_factors_do():
-    rng = torch.Generator().manual_seed(0)
-    # columns of very different sizes, as the signals of rows are
-    matrix = torch.randn(400, 60, generator=rng).double() * torch.logspace(-3, 1, 60, dtype=torch.double)
-    target = torch.randn(400, generator=rng).double()
-    exact = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
-    found = linking._least_squares(matrix, target)
-    assert float(((found - exact) / exact).abs().max()) < 1e-6
-    # columns that are the same have no one solution, but nothing is left that another could explain
-    twice = torch.cat([matrix, matrix, torch.zeros(400, 1, dtype=torch.double)], 1)
-    left = target - twice @ linking._least_squares(twice, target)
-    assert float(left.norm()) == pytest.approx(float((target - matrix @ exact).norm()), rel=1e-9)
+@pytest.mark.parametrize("length", [5, 9, 24])  # a head is 16 wide
+def test_missing_rows_signals_of_very_different_sizes_are_told_as_by_orthogonal_factors(length: int):
+    toward_q, toward_k, q, k, _, sentence = made([length, 7])
+    own = torch.tensor([i for i, s in enumerate(sentence) if s == 0])
+    rng = torch.Generator().manual_seed(3)
+    sizes = torch.logspace(-3, 1, 4, dtype=torch.double)[:, None, None]
+    hidden = (torch.randn(4, HEADS, SIZE, generator=rng).double() * sizes,
+              torch.randn(4, HEADS, SIZE, generator=rng).double() * sizes)  # fmt: skip
+    # signals that nothing explains: what is told is the nearest
+    toward_q = toward_q + 0.1 * torch.randn(toward_q.shape, generator=rng).double()
+    left, told = linking.unexplained(toward_q, toward_k, q, k, own, hidden)
+
+    # the oracle: all of attention's and the contamination's unknowns at once, column by column
+    keys, queries = q.new_zeros(HEADS, length, SIZE + 1), q[own].permute(1, 0, 2)
+    keys[:, :, :SIZE] = k[own].permute(1, 0, 2)
+    scale_k, scale_q = (t[own].permute(1, 0, 2).flatten(1).norm(dim=1) for t in (k, q))
+    keys[:, :, :SIZE] /= scale_k[:, None, None]
+    keys[:, :, SIZE] = length**-0.5
+    queries = queries / scale_q[:, None, None]
+    columns = []
+    for head in range(HEADS):
+        for i in range(length):
+            for j in range(length):
+                at_q, at_k = torch.zeros(HEADS, length, SIZE + 1), torch.zeros(HEADS, length, SIZE)
+                at_q, at_k = at_q.double(), at_k.double()
+                at_q[head, i], at_k[head, j] = keys[head, j], queries[head, i]
+                columns.append(torch.cat([at_q.flatten(), at_k.flatten()]))
+    for i in range(length):
+        for one, other in zip(*hidden, strict=True):
+            at_q, at_k = torch.zeros(HEADS, length, SIZE + 1).double(), torch.zeros(HEADS, length, SIZE).double()
+            at_q[:, i, :SIZE], at_k[:, i] = one / scale_k[:, None], other / scale_q[:, None]
+            columns.append(torch.cat([at_q.flatten(), at_k.flatten()]))
+    sides = torch.zeros(HEADS, length, SIZE + 1).double()
+    sides[:, :, :SIZE] = toward_q[own].permute(1, 0, 2) / scale_k[:, None, None]
+    other = toward_k[own].permute(1, 0, 2) / scale_q[:, None, None]
+    matrix, target = torch.stack(columns, 1), torch.cat([sides.flatten(), other.flatten()])
+    exact = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    shares = exact[-4 * length :].view(length, 4)
+    assert float(((told - shares) / shares).abs().max()) < 1e-6
+    rest = (target - matrix @ exact).split([sides.numel(), other.numel()])
+    by_member = [part.view(HEADS, length, -1).square().sum((0, 2)) for part in rest]
+    without = target - matrix[:, -4 * length :] @ exact[-4 * length :]
+    whole = [p.view(HEADS, length, -1).square().sum((0, 2)) for p in without.split([sides.numel(), other.numel()])]
+    assert torch.allclose(left, (sum(by_member) / sum(whole)).sqrt(), rtol=1e-6)
+
+
+def test_directions_that_depend_on_each_other_leave_no_more_than_one_of_them():
+    toward_q, toward_k, q, k, _, sentence = made([8, 9])
+    own = torch.tensor([i for i, s in enumerate(sentence) if s == 0])
+    rng = torch.Generator().manual_seed(4)
+    one = tuple(torch.randn(3, HEADS, SIZE, generator=rng).double() for _ in range(2))
+    toward_q = toward_q + torch.randn(toward_q.shape, generator=rng).double()
+    twice = tuple(torch.cat([t, t, torch.zeros_like(t[:1])]) for t in one)
+    left = linking.unexplained(toward_q, toward_k, q, k, own, (one[0], one[1]))[0]
+    again = linking.unexplained(toward_q, toward_k, q, k, own, (twice[0], twice[1]))[0]
+    assert torch.allclose(left, again, rtol=1e-9)
 
 
 def test_what_was_left_over_goes_where_its_place_is_free():

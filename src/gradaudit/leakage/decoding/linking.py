@@ -6,13 +6,14 @@ same for all heads, is the sentence of token i: sparse subspace clustering with 
 changes S, not its support.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-_JITTER = 1e-13
-"""Of the normal equations' mean diagonal: directions that say nothing stay where they are."""
+_JITTER, _REFINED = 1e-13, 2
+"""Of the normal equations' mean diagonal: directions that say nothing stay where they are. And how often they are
+solved, for what they leave: that takes off their squared condition."""
 
 
 def joint_support(targets: Tensor, atoms: Tensor, positions: Tensor, steps: int = 20, ridge: float = 1e-4) -> Tensor:
@@ -117,45 +118,59 @@ def unexplained(
     if hidden is not None and foreign.numel():
         at_q = torch.nn.functional.pad(hidden[0].double().permute(1, 0, 2) / scale_k, (0, 1))
         at_k = hidden[1].double().permute(1, 0, 2) / scale_q
-        # a column is a signal at one member: its two products with the other side are outer products
-        ahead, behind = at_q @ k.mT @ turn_k, at_k @ q.mT @ turn_q  # [H, q, n]
-        parts = []
-        for member in range(count):
-            by_query, by_key = (turn[:, member, None] for turn in (turn_q, turn_k))
-            outer = by_query[..., None] * ahead[:, :, None] + behind[..., None] * by_key[:, :, None]
-            exchanged = turn_q[:, None] @ torch.where(free[:, None], 0.0, outer / both[:, None]) @ turn_k.mT[:, None]
-            one, other = -exchanged @ k[:, None], -exchanged.mT @ q[:, None]  # [H, q, n, h]
-            one[:, :, member] += at_q
-            other[:, :, member] += at_k
-            parts.append(torch.cat([t.transpose(0, 1).flatten(1) for t in (one, other)], 1).T)
-        matrix = torch.cat(parts, 1)
-        target = torch.cat([left_q.flatten(), left_k.flatten()])
-        foreign = _least_squares(matrix, target).view(foreign.shape)
-        side_q = side_q - torch.einsum("nq,hqd->hnd", foreign, at_q)
-        side_k = side_k - torch.einsum("nq,hqd->hnd", foreign, at_k)
-        left_q, left_k = remaining(side_q, side_k)
+        ahead, behind = at_q @ k.mT @ turn_k, at_k @ q.mT @ turn_q
+        own = torch.cat([at_q, at_k], 2).transpose(0, 1).flatten(1)
+        made = _made(turn_q, turn_k, ahead, behind, torch.where(free, 0.0, 1 / both))
+        solve = _solver(torch.kron(torch.eye(count).to(own), own @ own.T) - made)
+        sides = ((side_q, at_q), (side_k, at_k))
+        for _ in range(_REFINED):
+            right = torch.einsum("hqd,hnd->nq", at_q, left_q) + torch.einsum("hqd,hnd->nq", at_k, left_k)
+            foreign = foreign + solve(right.flatten()).view(foreign.shape)
+            side_q, side_k = (side - torch.einsum("nq,hqd->hnd", foreign, at) for side, at in sides)
+            left_q, left_k = remaining(side_q, side_k)
     left = left_q.square().sum((0, 2)) + left_k.square().sum((0, 2))
     whole = side_q.square().sum((0, 2)) + side_k.square().sum((0, 2))
     return (left / whole.clamp_min(1e-300)).sqrt(), foreign
 
 
-def _least_squares(matrix: Tensor, target: Tensor) -> Tensor:
-    """Return the solution [n] of a tall least-squares problem, ten times as fast as by orthogonal factors.
+def _made(turn_q: Tensor, turn_k: Tensor, ahead: Tensor, behind: Tensor, inverse: Tensor) -> Tensor:
+    """Return [n q, n q], the products of what attention makes of each hidden direction at each member.
 
-    By normal equations, and once more for what they leave, which takes off their squared condition. By orthogonal
-    factors where columns depend on each other.
+    That is a projection, so these less the products of the directions themselves are the normal equations of what it
+    cannot make. Per head a product is one of two outer products [n, n], weighted by the Sylvester equation's inverse: a
+    sum over one index of n, in place of the n (2 h + 1) entries of a column.
+
+    Args:
+        turn_q: [H, n, n] eigenvectors.
+        turn_k: [H, n, n].
+        ahead: [H, q, n] directions at queries by products with the keys, in eigenvectors.
+        behind: [H, q, n] directions at keys by products with the queries.
+        inverse: [H, n, n] of sums of eigenvalues; 0 where nothing is exchanged.
     """
-    normal = matrix.T @ matrix
-    normal.diagonal().add_(_JITTER * normal.diagonal().mean())
-    factor, failed = torch.linalg.cholesky_ex(normal)
-    if int(failed):
-        solution: Tensor = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]
-        return solution
-    found: Tensor = torch.zeros_like(normal[0])
-    for _ in range(2):
-        left = matrix.T @ (target - matrix @ found)
-        found = found + torch.cholesky_solve(left[:, None], factor)[:, 0]
-    return found
+    count, hidden = turn_q.shape[1], ahead.shape[1]
+    side = torch.cat([ahead, behind], 2).transpose(0, 1).flatten(1)  # [q, H 2 n]
+    halves = []
+    for member in range(count):
+        by_query, by_key = turn_q[:, member, None] * turn_q, turn_k[:, member, None] * turn_k  # [H, n, n]
+        across = (turn_q[:, member, None] * behind) @ inverse  # [H, q, n]
+        first = (by_query @ inverse)[:, :, None] * ahead[:, None] / 2 + turn_k[:, :, None] * across[:, None]
+        second = (by_key @ inverse.mT)[:, :, None] * behind[:, None] / 2
+        weighted = torch.cat([first, second], 3).permute(0, 3, 1, 2).flatten(2).flatten(0, 1)  # [H 2 n, n q]
+        halves.append(side @ weighted)
+    half = torch.cat(halves).view(count * hidden, -1)
+    return half + half.T
+
+
+def _solver(normal: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what solves normal equations [n, n] for a right side [n]; where columns depend on each other, for one."""
+    jitter = _JITTER * normal.diagonal().mean()
+    factor, failed = torch.linalg.cholesky_ex(normal + jitter * torch.eye(len(normal)).to(normal))
+    if not int(failed):
+        return lambda right: torch.cholesky_solve(right[:, None], factor)[:, 0]
+    values, vectors = torch.linalg.eigh(normal)
+    told = values > jitter
+    inverse = torch.where(told, 1 / values, 0.0)
+    return lambda right: vectors @ (inverse * (vectors.T @ right))
 
 
 def group(affinity: Tensor, positions: Sequence[int], sentences: int) -> list[list[int]]:
