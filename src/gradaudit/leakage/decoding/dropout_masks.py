@@ -11,7 +11,6 @@ is rounding, so the test for membership is as sharp as without dropout.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,9 @@ _SMALLEST = 1e-2
 """Coordinates below this share of a typical one are not forbidden: a copy would hardly notice."""
 _PUSH = 0.05
 """Step of the objective against the projections; 0.01 to 0.2 decode alike (measured at b/d of 0.52 and 0.76)."""
+_RELAXATION = 1.8
+"""Over-relaxation of the splitting (Eckstein and Bertsekas, 1992): 84 steps decode what 140 do without it (257 and 255
+of 370 rows, MPNet, b/d of 0.65; 161 in place of 161, MiniLM, 0.64)."""
 _SOFTENING = 0.3
 """Reweighting 1 / (distance to the nearer of 0 and 1 + 0.3); 0.1 decodes alike."""
 _CHUNK = 1024
@@ -53,17 +55,6 @@ def unmasked(seen: Observation, first: Span, rate: float | None = None) -> bool:
     return float(first.residual(seen.model.first_inputs(0, ids)).min()) < _WHOLE
 
 
-def decode_masks(basis: Tensor, rows: Tensor, **objective: Any) -> Tensor:
-    """Return [n, d] bool, the mask of each row that the linear program finds; nearly right ones are for `refine_masks`.
-
-    Args:
-        basis: [d, r] orthonormal.
-        rows: [n, d] clean rows x.
-        objective: as of `relaxed_masks`.
-    """
-    return relaxed_masks(basis, rows, **objective) > HALF
-
-
 @torch.no_grad()
 def relaxed_masks(
     basis: Tensor,
@@ -71,9 +62,10 @@ def relaxed_masks(
     *,
     forbidden: Tensor | None = None,
     rng: torch.Generator | None = None,
-    steps: int = 60,
+    steps: int = 36,
     rounds: int = 4,
     leaning: Tensor | None = None,
+    least: float = 0.0,
 ) -> Tensor:
     """Return [n, d] in 0 to 1, what the linear program keeps of each coordinate.
 
@@ -87,6 +79,7 @@ def relaxed_masks(
             (decodes 151 of 153 in place of 147 at b/d = 0.52).
         leaning: [r, r] symmetric positive definite: in place of lying anywhere in the span, a masked row with
             coordinates c in the basis pays c^T (leaning^-1 - 1) c / 2.
+        least: a row of which the first round keeps a smaller share gets no further rounds.
     """
     wide = basis.shape[1] * 2 > len(basis)
     right = basis if leaning is None else basis @ leaning
@@ -96,7 +89,7 @@ def relaxed_masks(
     for start in range(0, len(rows), _CHUNK):
         some = slice(start, start + _CHUNK)
         without = None if forbidden is None else forbidden[some]
-        parts.append(_solve(through, rows[some], without, rng, steps, rounds))
+        parts.append(_solve(through, rows[some], without, rng, steps, rounds, least))
     return torch.cat(parts) if parts else torch.zeros_like(rows, dtype=torch.float32)
 
 
@@ -107,6 +100,7 @@ def _solve(
     rng: torch.Generator | None,
     steps: int,
     rounds: int,
+    least: float,
 ) -> Tensor:
     x = torch.nn.functional.normalize(rows, dim=1).float() * rows.shape[1] ** 0.5
     low, high = x.clamp_max(0), x.clamp_min(0)
@@ -115,22 +109,32 @@ def _solve(
     base = _PUSH * x.sign()
     if rng is not None:
         base = base * 2 * torch.rand(x.shape, generator=rng).to(x)
-    push = base
-    inside = boxed = x
-    dual = torch.zeros_like(x)
-    for turn in range(rounds + 1):
-        for _ in range(steps if turn == 0 else steps // 3):
-            inside = boxed - dual
-            for one in through:
-                inside = inside @ one
-            dual = dual + inside
-            boxed = torch.maximum(torch.minimum(dual + push, high), low)
-            dual = dual - boxed
+    inside, boxed, dual = _split(through, base, (low, high), x, torch.zeros_like(x), steps)
+    kept: Tensor = boxed / x
+    at = torch.where((kept > HALF).double().mean(1) >= least)[0]
+    x, low, high, base, inside, boxed, dual = (t[at] for t in (x, low, high, base, inside, boxed, dual))
+    for _ in range(rounds if len(at) else 0):
         mask = (inside / x).clamp(0, 1)
         weight = 1 / (1 - mask + _SOFTENING) - 1 / (mask + _SOFTENING)
         push = base * weight / weight.abs().mean(1, keepdim=True).clamp_min(1e-12)
-    kept: Tensor = boxed / x
+        inside, boxed, dual = _split(through, push, (low, high), boxed, dual, steps // 3)
+    kept[at] = boxed / x
     return kept
+
+
+def _split(
+    through: Sequence[Tensor], push: Tensor, box: tuple[Tensor, Tensor], boxed: Tensor, dual: Tensor, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the masked rows in the span, those in the box, and what is between them, after further splitting steps."""
+    inside = boxed
+    for _ in range(steps):
+        inside = boxed - dual
+        for one in through:
+            inside = inside @ one
+        dual = dual.add(inside, alpha=_RELAXATION).add_(boxed, alpha=1 - _RELAXATION)
+        boxed = torch.clamp(dual + push, *box)
+        dual -= boxed
+    return inside, boxed, dual
 
 
 @torch.no_grad()

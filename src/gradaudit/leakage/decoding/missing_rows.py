@@ -45,7 +45,7 @@ _FORBIDDEN, _AMONG, _PER = 5, 30, 12
 model fewer, drawn from a twelfth of the width."""
 _SMALL = 0.3
 """Coordinates below this share of the middle one are not forbidden: their bits hardly matter."""
-_STEPS, _ROUNDS, _TIES = 80, 2, 1e-3
+_STEPS, _ROUNDS, _TIES = 48, 2, 1e-3
 _IDLE = 6
 """So many rounds in a row that find no missing row end the search."""
 _WORTH = 0.1
@@ -261,7 +261,7 @@ def _by_leaning(
         lies = lies.beyond(certified, torch.cat([linked.foreign[n] for n in proven]))
         basis = lies.space()
         smaller = Span(basis, whole.values, basis.shape[1], whole.confidence, whole.layer, whole.roles)
-        inputs = MaskedInputs(rows.model, smaller, _NEAR, words=rows.inputs.words)
+        inputs = MaskedInputs(rows.model, smaller, _NEAR, least=inputs.least, words=inputs.words)
     last = max((row.position for row in rows.found), default=0)
     how = replace(how, max_length=min(how.max_length, last + 1 + _BEHIND))
     return look_again(inputs, rows.inputs, how, rows.found, lies.cost(inputs), turn, idle, rng)

@@ -31,7 +31,7 @@ _SAME, _SAME_OFF = 100, 12
 not known exactly bits of small coordinates are chance, so that only the larger half counts."""
 _NEAREST, _RESTARTS, _ROUNDS = 16, 8, 20
 """A token that was missed ranks among the nearest by then, and random objectives, each well settled, reach it."""
-_COPY_STEPS = 300
+_COPY_STEPS = 180
 EMPTY = 3
 """So many positions without a row end the scan."""
 
@@ -95,7 +95,7 @@ class MaskedInputs:
         least: float = LEAST_KEPT,
         words: Tensor | None = None,
     ) -> None:
-        self._least, self.words = least, words
+        self.least, self.words = least, words
         self.model, self.span, self.limit, self._off = model, first, near, off
         self._rounded, self._weights = rounded if weights is None else weights, weights
         parts = self._parts = model.first_input_parts()
@@ -115,11 +115,7 @@ class MaskedInputs:
 
     def relaxed(self, clean: Tensor, **objective: Any) -> Tensor:
         """Return what the linear program keeps of each row, [n, d] in 0 to 1; see `relaxed_masks`."""
-        return relaxed_masks(self.basis, self._scaled(clean), **objective)
-
-    def masks(self, clean: Tensor, **objective: Any) -> Tensor:
-        """Return the mask of each row that the linear program finds, [n, d] bool."""
-        return self.relaxed(clean, **objective) > HALF
+        return relaxed_masks(self.basis, self._scaled(clean), least=self.least, **objective)
 
     def forbid(self, clean: Tensor, known: Tensor, tries: int, rng: torch.Generator) -> Tensor:
         """Return [tries, d] bool, coordinates at which a further copy of a row [d] may be zero."""
@@ -216,15 +212,19 @@ class MaskedInputs:
         return clean / (1 - rate) * (spread + self._parts.eps).rsqrt()
 
     def accepted(self, clean: Tensor, start: Tensor, rate: float) -> tuple[Tensor, Tensor]:
-        """Return the finished masks, and which of them are rows of the batch."""
-        kept, outside = refine_masks(self.outside, self._scaled(clean), start)
+        """Return the finished masks, and which of them are rows of the batch: none of which little is kept to begin."""
+        every, found = start.clone(), torch.zeros(len(start), dtype=torch.bool, device=start.device)
+        likely = torch.where(start.double().mean(1) > self.least)[0]
+        clean = clean[likely]
+        kept, outside = refine_masks(self.outside, self._scaled(clean), start[likely])
         expected = self.span.expected(torch.where(kept, clean, torch.zeros_like(clean)))
         limit = (self._off * expected).clamp(self.limit, max(self.limit, _FARTHEST))
-        inside = (outside < limit) & (kept.double().mean(1) > self._least)
+        inside = (outside < limit) & (kept.double().mean(1) > self.least)
         if self.model.dropout_before_norm and bool(inside.any()):
             at = torch.where(inside)[0]
             inside[at] = self.span.residual(self.inputs(clean[at], kept[at], rate)) < 10 * limit[at]
-        return kept, inside
+        every[likely], found[likely] = kept, inside
+        return every, found
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def _decoded(inputs: MaskedInputs, how: Search, found: list[Row], position: int,
     """Add those of some tokens at a position that decode and were not found yet; say whether any decoded."""
     known = {(row.position, row.token) for row in found}
     clean = inputs.clean(position, ids)
-    kept, inside = inputs.accepted(clean, inputs.masks(clean, **objective), how.rate)
+    kept, inside = inputs.accepted(clean, inputs.relaxed(clean, **objective) > HALF, how.rate)
     for at in torch.where(inside)[0].tolist():
         if (position, int(ids[at])) not in known:
             known.add((position, int(ids[at])))
@@ -393,7 +393,7 @@ def _copies(
         return
     rows_ = torch.cat(clean)
     # a known copy with one coordinate taken away is nearly a solution: it takes longer to leave it
-    start = inputs.masks(rows_, forbidden=torch.cat(forbidden), rng=rng, steps=_COPY_STEPS)
+    start = inputs.relaxed(rows_, forbidden=torch.cat(forbidden), rng=rng, steps=_COPY_STEPS) > HALF
     kept, inside = inputs.accepted(rows_, start, how.rate)
     which = torch.where(inside)[0].tolist()
     found += fresh_rows(inputs, how, kinds, [(owner[n], kept[n], rows_[n]) for n in which], len(found))

@@ -37,7 +37,7 @@ _PLAIN, _DRAWN = 24, 6
 ones that decode 39 are among the first 24; MiniLM, 0.80); as many more with every round that found nothing."""
 _BEHIND = 3
 """Places behind a sentence's last decoded row that are looked at."""
-_STEPS, _ROUNDS = 80, 2
+_STEPS, _ROUNDS = 48, 2
 
 
 @dataclass(frozen=True)
