@@ -48,6 +48,21 @@ def test_what_was_not_put_in_stays_far_outside():
     assert bool((decoded(near, made(30, 0.1, seed=1)[1])[1] < 1e-5).all())  # the same test does find what is there
 
 
+def test_only_a_row_of_which_little_is_kept_is_given_up_early():
+    basis, clean, kept = made(60, 0.1, seed=4)
+    strangers = torch.randn(60, WIDTH, generator=torch.Generator().manual_seed(9), dtype=torch.double)
+    both = torch.cat([clean, strangers])
+    plain, early = (dropout_masks.relaxed_masks(basis, both, least=least) for least in (0.0, 0.75))
+    first = dropout_masks.relaxed_masks(basis, both, rounds=0)
+    stopped = (first > 0.5).double().mean(1) < 0.75
+    outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T
+    assert torch.equal(dropout_masks.refine_masks(outside, clean, early[:60] > 0.5)[0], kept)
+    assert int(stopped.sum()) > 20
+    assert torch.equal(early[stopped], first[stopped])
+    assert torch.allclose(early[~stopped], plain[~stopped], atol=1e-4)
+    assert float((plain[stopped] - first[stopped]).abs().max()) > 0.1, "rounds do change what they are not spent on"
+
+
 def test_flips_mend_a_mask_that_is_nearly_right_and_never_make_one_worse():
     basis, clean, kept = made(20, 0.1, seed=2)
     outside = torch.eye(WIDTH, dtype=torch.double) - basis @ basis.T

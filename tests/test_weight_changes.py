@@ -408,6 +408,21 @@ def test_a_row_in_the_span_under_a_mask_that_dropout_does_not_leave_is_none(mini
         assert bool(MaskedInputs(minilm, span, least=least).accepted(clean, kept, 0.1)[1][0]) == inside
 
 
+def test_where_a_program_keeps_too_little_no_flips_are_tried(minilm):
+    """One flip would make the mask right; that it keeps less than dropout does says before that it is none."""
+    clean = minilm.first_inputs(3, torch.tensor([2000])).double()
+    right = torch.rand(clean.shape, generator=torch.Generator().manual_seed(0)) < 0.9
+    basis = torch.linalg.qr(torch.where(right, clean, torch.zeros_like(clean)).T).Q
+    span = Span(basis, torch.ones(1).double(), 1, 1.0, 0, ())
+    start = right.clone()
+    start[0, torch.where(right[0])[0][0]] = False
+    share = float(right.double().mean())
+    for least, inside in ((share - 0.01, True), (share - 1e-4, False)):
+        kept, found = MaskedInputs(minilm, span, least=least).accepted(clean, start, 0.1)
+        assert bool(found[0]) == inside
+        assert torch.equal(kept, right if inside else start)
+
+
 @pytest.mark.parametrize("family", ["bert", "mpnet", "gpt2", "llama"])
 def test_every_token_s_coordinates_are_roughly_what_enters(folders, family: str):
     """Kept or dropped, before a LayerNorm or behind it, with and without positions, whatever the span's scale."""
