@@ -18,7 +18,7 @@ from grid import options
 from gradaudit.audit.batch import sent
 from gradaudit.audit.prepare import pick_device, prepare, private_batch
 from gradaudit.case import load_case
-from gradaudit.leakage.decoding.dropout_masks import decode_masks, refine_masks
+from gradaudit.leakage.decoding.dropout_masks import HALF, refine_masks, relaxed_masks
 from gradaudit.leakage.decoding.rows import INSIDE, LEAST_KEPT, MaskedInputs, Search, find_rows
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.machine import ready_process
@@ -47,7 +47,7 @@ def main() -> None:
         for position in range(1, batch.ids.shape[1]):
             ids = inputs.near(position, max(CANDIDATES, first.rank))
             clean = inputs.clean(position, ids)
-            kept, outside = refine_masks(inputs.outside, clean, decode_masks(inputs.basis, clean))
+            kept, outside = refine_masks(inputs.outside, clean, relaxed_masks(inputs.basis, clean) > HALF)
             hit = torch.tensor([(position, t) in truth for t in ids.tolist()])
             worst = max([worst, *torch.where(hit)[0].tolist()])
             plausible = kept.double().mean(1) > LEAST_KEPT
