@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -246,6 +247,15 @@ def test_higher_rates(minilm, rate: float):
     found = Decode()(seen_of(minilm, batch, dropout_rate=rate), stream(0, "attack"))
     assert set(found.sequences) == truth(batch)
     assert found.details["estimated_dropout"] == pytest.approx(rate, abs=0.03)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.4])
+def test_a_client_that_drops_more_than_is_told_is_read_and_nothing_is_proven_at_a_wrong_scale(minilm, rate: float):
+    batch = sample_batch(minilm, 12, 2)
+    seen = seen_of(minilm, batch, dropout_rate=rate)
+    found = Decode()(replace(seen, knowledge=replace(seen.knowledge, dropout=0.1)), stream(0, "attack"))
+    assert set(found.sequences) == truth(batch)
+    assert set(found.certificates) == {"likely"}
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,16 @@ def test_directions_that_depend_on_each_other_leave_no_more_than_one_of_them():
     assert torch.allclose(left, again, rtol=1e-9)
 
 
+def test_normal_equations_that_have_no_factor_are_solved_where_they_tell_something():
+    rng = torch.Generator().manual_seed(5)
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=rng).double()).Q
+    values = torch.tensor([4.0, 2.0, 1.0, 0.5, 0.0, -1e-11], dtype=torch.double)  # of rounding, below 0
+    normal = (turn * values) @ turn.T
+    told = turn[:, :4] @ torch.randn(4, generator=rng).double()
+    assert int(torch.linalg.cholesky_ex(normal)[1])
+    assert torch.allclose(linking._solver(normal)(normal @ told), told, atol=1e-10)
+
+
 def test_what_was_left_over_goes_where_its_place_is_free():
     # two sentences of five and four tokens; one lacks its third token, which went to a group of its own,
     # and the other's second stands behind the first one's end

@@ -30,7 +30,8 @@ _PUSH = 0.05
 """Step of the objective against the projections; 0.01 to 0.2 decode alike (measured at b/d of 0.52 and 0.76)."""
 _RELAXATION = 1.8
 """Over-relaxation of the splitting (Eckstein and Bertsekas, 1992): 84 steps decode what 140 do without it (257 and 255
-of 370 rows, MPNet, b/d of 0.65; 161 in place of 161, MiniLM, 0.64)."""
+of 370 tokens, MPNet, b/d of 0.65, 272 and 272 of 300 at 0.53; MiniLM, 0.64 and 0.61, 165 and 164 of 197, 153 and 153 of
+178; in development, by hand)."""
 _SOFTENING = 0.3
 """Reweighting 1 / (distance to the nearer of 0 and 1 + 0.3); 0.1 decodes alike."""
 _CHUNK = 1024
