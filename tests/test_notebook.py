@@ -35,6 +35,7 @@ def test_the_program_runs(folders, tmp_path, monkeypatch, capsys):
     program = PROGRAM.replace('MODEL = "minilm"', f'MODEL = "random:{tiny}"').replace(
         "from_pretrained(FOLDER, num_labels=2)", "from_config(AutoConfig.from_pretrained(FOLDER, num_labels=2))"
     ).replace("import AutoModelFor", "import AutoConfig, AutoModelFor")  # fmt: skip
+    program = program.replace("budget=60", "budget=5").replace('out="results"', 'out="results", budget=5')
     words = iter(("river stone", "quiet garden", "blue whale", "warm bread"))
     program = re.sub(r'\("[A-Z][^"]+\.", "(health|money)"\)', lambda m: f'("{next(words)}", "{m[1]}")', program)
     exec(compile(program, "first_audit.py", "exec"), {"__name__": "first_audit"})  # noqa: S102 - our own program
