@@ -370,8 +370,16 @@ def test_a_word_that_hardly_any_place_speaks_for_is_found_among_many(search, sen
 @pytest.mark.parametrize("usual", [True, False])
 def test_a_usual_word_is_tried_everywhere(search, sentence, misled, monkeypatch, usual: bool):
     monkeypatch.setattr(search_file, "_WIDE", 1)
+    monkeypatch.setattr(search_file, "_NEARLY", 0.0)
     monkeypatch.setattr(search, "usual", sentence[7:8] if usual else sentence[:0])
     assert (mended(search, misled) == sentence.tolist()) is usual
+
+
+@pytest.mark.minilm
+def test_where_the_others_are_nearly_right_every_word_is_tried(search, sentence, misled, monkeypatch):
+    monkeypatch.setattr(search_file, "_WIDE", 1)
+    monkeypatch.setattr(search, "usual", sentence[:0])
+    assert mended(search, misled) == sentence.tolist()
 
 
 @pytest.mark.minilm
