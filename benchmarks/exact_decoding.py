@@ -129,6 +129,17 @@ def matrices_b4() -> list[Cell]:
     return [Cell("cola", 4, 4, OFF, tensors=f"{block}:{role}", seed=16161) for block in range(3) for role in ROLES]
 
 
+def matrices_on() -> list[Cell]:
+    """One matrix, dropout on, one sentence: block by block, then by the rate, then MPNet, on an unseen draw."""
+    ends = [("minilm", f"{block}:{role}", 0.1, 8) for block in range(6) for role in "qfpo" if block or role != "q"]
+    rates = [("minilm", f"{block}:q", rate, 8) for block in (1, 3) for rate in (0.2, 0.3, 0.4)]
+    deep = [("mpnet", f"{block}:{role}", 0.1, 4) for block in (1, 4, 8) for role in "qf"]
+    return [
+        Cell("cola", 1, n, PRACTICAL | {"dropout_rate": rate}, model, tensors, seed=27272)
+        for model, tensors, rate, n in (*ends, *rates, *deep)
+    ]
+
+
 def matrices_steps() -> list[Cell]:
     """Any one matrix of the weight change of one step, on a draw that came after the others."""
     some = ("0:f", "1:q", "1:k", "1:p", "2:f", "2:v", "3:q", "3:p", "4:f")
@@ -229,6 +240,7 @@ GROUPS = {
     "matrices-o": matrices_o,
     "matrices-mpnet": matrices_mpnet,
     "matrices-b4": matrices_b4,
+    "matrices-on": matrices_on,
     "matrices-steps": matrices_steps,
     "matrices-decoder": matrices_decoder,
     "left-alone": left_alone,

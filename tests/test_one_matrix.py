@@ -18,6 +18,8 @@ from gradaudit.client.client import Client
 from gradaudit.data.text import make_batch
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.one_matrix import most_telling
+from gradaudit.leakage.one_matrix.batch import MASKED, UNLIKE_MASKED
+from gradaudit.leakage.one_matrix.masked import Masked
 from gradaudit.leakage.one_matrix.search import FILLED, Fit, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import WordRows, framed, rows_among, rows_of, word_rows
@@ -336,7 +338,7 @@ def mended(search: SentenceSearch, guess: Tensor) -> list[int]:
     words = guess[search.places]
     rows = rows_among(search.model, search.signal, guess, places, words[:, None])[:, 0]
     first = search._best([guess])
-    assert not first.whole
+    assert not search.whole(first)
     return search._mended(first, rows - search.words.rows[words]).tokens.tolist()
 
 
@@ -672,11 +674,64 @@ def test_a_clipped_gradient_is_read_and_is_no_proof(minilm):
 
 
 @pytest.mark.minilm
-@pytest.mark.parametrize(("selection", "how"), [("5:f", {}), ("2:f", {"dropout": True})])
-def test_where_nothing_can_be_read_it_says_what_is_needed(minilm, selection: str, how):
+@pytest.mark.parametrize(("selection", "size", "how"), [("5:f", 1, {}), ("2:f", 2, {"dropout": True})])
+def test_where_nothing_can_be_read_it_says_what_is_needed(minilm, selection: str, size: int, how):
     with pytest.raises(NotSupportedError, match="a matrix of any block of a gradient or a step") as refusal:
-        read(seen_of(minilm, sample_batch(minilm, 4, 1), selection, **how))
+        read(seen_of(minilm, sample_batch(minilm, 4, size), selection, **how))
     assert ("dropout was on" in str(refusal.value)) == bool(how)
+
+
+# dropout on
+
+
+def under_masks(model, batch: Batch, selection: str, rate: float = 0.1) -> Observation:
+    return tiny_models.seen_of(Client(model, dropout=True, dropout_rate=rate), batch, selection)
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("selection", ["0:k", "0:f", "1:q"])
+def test_dropout_on_one_matrix_gives_the_sentence_and_does_not_prove_it(minilm, selection: str):
+    batch = tiny_models.batch_of(minilm, ["The river was cold that morning."], [1])
+    found = read(under_masks(minilm, batch, selection))
+    assert found.sequences == tuple(map(tuple, batch.sequences()))
+    assert found.certificates == ("likely",)
+    assert MASKED in found.notes
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("selection", ["1:q", "2:k", "1:o", "2:p"])
+def test_masks_that_are_drawn_are_as_far_as_the_client_s_and_a_wrong_word_is_farther(minilm, selection: str):
+    batch = tiny_models.batch_of(minilm, ["The river was cold that morning."], [1])
+    right = batch.ids[0]
+    signal = signal_of(under_masks(minilm, batch, selection))
+    assert signal is not None
+    masked = Masked(minilm, signal, 0.1, stream(0, "masks"))
+    wrong = right.clone()
+    wrong[4] = 1998 if int(right[4]) != 1998 else 2030
+    near, far = (float(signal.apart(rows_of(minilm, signal, one[None]))[0]) for one in (right, wrong))
+    assert FILLED < near < masked.apart(right) < far
+    assert masked.apart(right) == masked.apart(right)
+    half = Masked(minilm, signal, 0.05, stream(0, "masks"))
+    none = Masked(minilm, signal, 1e-9, stream(0, "masks"))
+    assert none.apart(right) < 1e-6 < half.apart(right) < masked.apart(right)
+
+
+@pytest.mark.minilm
+def test_dropout_on_another_sentence_s_matrix_gives_nothing_of_this_one(minilm):
+    mine, other = (
+        tiny_models.batch_of(minilm, [text], [1]) for text in ("The river was cold.", "Nobody answered her letters.")
+    )
+    found = read(under_masks(minilm, other, "1:q"))
+    words = set(mine.ids[0].tolist()) - set(other.ids[0].tolist())
+    assert not words & set(found.sequences[0])
+
+
+def test_a_sentence_farther_than_masks_put_the_right_one_is_a_guess(load, monkeypatch):
+    model = load("bert")
+    monkeypatch.setattr(Masked, "apart", lambda *_: 0.0)
+    found = read(under_masks(model, tiny_models.batch_of(model, ["the cat sat on a mat"], [0]), "1:q"))
+    assert found.certificates == ("guess",)
+    assert UNLIKE_MASKED in found.notes
 
 
 def test_matrices_that_read_the_same_are_read_together_and_the_first_block_comes_first(load):

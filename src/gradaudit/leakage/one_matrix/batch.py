@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.explain import named
+from gradaudit.leakage.one_matrix.masked import Masked
 from gradaudit.leakage.one_matrix.most_telling import signal_of
 from gradaudit.leakage.one_matrix.search import Fit, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal
@@ -18,12 +19,15 @@ from gradaudit.models.base import TextModel
 from gradaudit.progress import answering
 from gradaudit.types import Observation, Reconstruction
 
-_ROUNDS, _ALONE = 4, 6
-"""Times that every length is tried where none gives a sentence, each time from one guess more; and guesses that are
-mended where the space is one sentence's."""
+_ROUNDS, _ALONE, _MASKED = 4, 6, 2
+"""Times that every length is tried where none gives a sentence, each time from one guess more; guesses that are mended
+where the space is one sentence's; and with dropout on, where a right one may look wrong."""
 _WORDS, _SHORT, _LONGEST = 20_000, 24, 64
 """Rows looked at for the words of a batch, in sentences of so many tokens or more, and the longest sentence looked for:
 bounds time."""
+
+MASKED = "dropout is on: the sentence is as near to what was sent as masks would let it be, which is no proof"
+UNLIKE_MASKED = "dropout is on, and the sentence is farther from what was sent than masks would put the right one"
 
 
 class BatchSearch:
@@ -36,6 +40,7 @@ class BatchSearch:
         lengths: tokens of each; None where they are not known.
         longest: tokens that a sentence may have.
         rng: for the words around, where none are known yet.
+        masked: what dropout makes of sentences; None where it is off.
 
     Attributes:
         found: sentences that lie in the space, in the order in which they were found.
@@ -50,7 +55,9 @@ class BatchSearch:
         lengths: Sequence[int] | None,
         longest: int,
         rng: torch.Generator,
+        masked: Masked | None = None,
     ) -> None:
+        self.masked = masked
         self.model, self.size, self.lengths, self.rng = model, size, lengths, rng
         self.longest = min(longest, _LONGEST, model.max_length)
         self.signal = self.whole = signal
@@ -70,11 +77,12 @@ class BatchSearch:
                 if self.signal.rank < length - self.signal.differences and not one:
                     continue  # of one sentence weak directions may lie below the rounding
                 bag = torch.zeros(0, dtype=torch.long, device=self.model.device) if one else self._bag()
-                search = SentenceSearch(self.model, self.signal, self.words, length, bag, self.rng)
+                search = SentenceSearch(self.model, self.signal, self.words, length, bag, self.rng, self.masked)
                 near = shorter if shorter is not None and len(shorter.tokens) == length - 1 else None
-                starts = max(2, _ALONE // (self.signal.doubtful + 1)) if one else turn
+                alone = max(2, _ALONE // (self.signal.doubtful + 1)) if self.masked is None else _MASKED
+                starts = alone if one else turn
                 fit = shorter = search.run(self._usual(length), starts, near)
-                if fit.whole:  # what is left is easier to read
+                if search.whole(fit):  # what is left is easier to read
                     self._take(fit)
                     turn = 0
                     break
@@ -141,7 +149,7 @@ class BatchSearch:
 
 
 def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstruction | None:
-    """Return an encoder's sentences, dropout off, from whatever matrix of a block its update holds.
+    """Return an encoder's sentences from whatever matrix of a block its update holds; dropout on, of one sentence.
 
     Args:
         seen: a gradient, or the weight change of one step.
@@ -152,12 +160,14 @@ def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstru
         None where nothing tells: another kind of update or model, or no matrix that holds rows of several tokens.
     """
     known = seen.knowledge
+    one = known.batch_size == 1 and seen.kind == "gradient" and seen.model.spec.loaded is None
     # a matrix that noise fills has no space to tell, and one that a defense left alone has
-    found = None if known.dropout or seen.model.causal else signal_of(seen, rng)
-    if found is None:
+    found = None if seen.model.causal or (known.dropout and not one) else signal_of(seen, rng)
+    if found is None or (known.dropout and found[1] is not None):
         return None
     signal, block = found
-    search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng)
+    masked = Masked(seen.model, signal, known.dropout, rng) if known.dropout else None
+    search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng, masked)
     with answering(lambda had: _told(seen, signal, block, search) if search.found or search.best else None):
         search.run()
     return _told(seen, signal, block, search)
@@ -167,6 +177,8 @@ def _told(seen: Observation, signal: Signal, block: ReadBlock | None, search: Ba
     """Return what a search has, proven where the sentences make the matrix that was read."""
     left = search.signal.rank
     notes = [f"read from block {signal.layer}'s {', '.join(signal.roles)} alone"]
+    if search.masked is not None:
+        notes.append(MASKED if search.found else UNLIKE_MASKED)
     if left < 2 and len(search.found) < (seen.knowledge.batch_size or 1):
         notes.append("the others of the batch are copies of these, or send nothing")
     sentences = [tuple(fit.tokens.tolist()) for fit in search.found]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.one_matrix.masked import Masked
 from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import (
     UsualRows,
@@ -66,11 +67,6 @@ class Fit:
     tokens: Tensor
     apart: float
 
-    @property
-    def whole(self) -> bool:
-        """Whether it fills the space."""
-        return self.apart < FILLED
-
 
 class SentenceSearch:
     """The search for a sentence of known length.
@@ -82,17 +78,30 @@ class SentenceSearch:
         length: tokens of the sentence, special ones included.
         bag: token ids that are tried at every place, beside those that are likely there.
         rng: for the words around, where none are known yet.
+        masked: what dropout makes of sentences; None where it is off.
     """
 
     def __init__(
-        self, model: TextModel, signal: Signal, words: WordRows, length: int, bag: Tensor, rng: torch.Generator
+        self,
+        model: TextModel,
+        signal: Signal,
+        words: WordRows,
+        length: int,
+        bag: Tensor,
+        rng: torch.Generator,
+        masked: Masked | None = None,
     ) -> None:
         self.model, self.signal, self.words, self.length, self.bag, self.rng = model, signal, words, length, bag, rng
+        self.masked = masked
         self.first = int(signal.differences)  # place of the first row
         self.framing = framing_rows(model, signal, length)
         self.places = [p for p in range(length) if p not in framing_places(model, length)]
         self.usual = torch.tensor([*marks(model), *frequent_tokens(model)[:_USUAL]], device=model.device)
         self.barred = torch.tensor(sorted(model.special.ids), device=model.device)
+
+    def whole(self, fit: Fit) -> bool:
+        """Say whether a sentence fills the space, or as much of it as dropout lets the right one."""
+        return fit.apart < FILLED or (self.masked is not None and fit.apart < self.masked.apart(fit.tokens))
 
     def run(self, usual: UsualRows, starts: int, shorter: Fit | None = None) -> Fit:
         """Return the best sentence found.
@@ -108,7 +117,7 @@ class SentenceSearch:
         thorough = starts > 1
         if shorter is not None and len(self.bag):
             best = self._mended(self._best(self._longer(shorter)), usual.places[self.places], thorough)
-            if best.whole:
+            if self.whole(best):
                 return best
         for start in range(starts):
             if start % 2 == 0 and start:
@@ -124,7 +133,7 @@ class SentenceSearch:
             found = self._mended(self._best([first]), added, thorough)
             if best is None or found.apart < best.apart:
                 best = found
-            if best.whole:
+            if self.whole(best):
                 break
         assert best is not None
         return best
@@ -166,7 +175,7 @@ class SentenceSearch:
         """Exchange and move words until the space is filled or nothing fills more of it."""
         for turn in range(_TURNS):
             step("one matrix: turns of exchange", turn, _TURNS)
-            if now.whole:
+            if now.apart < FILLED:
                 break
             own = rows_of(self.model, self.signal, now.tokens[None])[0]
             words, rows = self._tried(now, own, shifts, _TRIED)
@@ -200,7 +209,8 @@ class SentenceSearch:
         """Try many words at the places whose words fit worst, and then every word where the others are nearly right."""
         worst = self._worst(own)
         best = self._best([now.tokens, *(one for at in worst for one in self._exchanged(now, own, shifts, at, _WIDE))])
-        for at in worst if now.apart < _NEARLY * len(self.places) else ():
+        nearly = now.apart < _NEARLY * len(self.places) and not self.whole(now)
+        for at in worst if nearly else ():
             if best.apart < now.apart - FILLED:
                 break
             best = self._best([now.tokens, *self._exchanged(now, own, shifts, at, len(self.words.rows))])

@@ -1,0 +1,78 @@
+"""How far dropout keeps a right sentence's rows from the space of what really entered the matrix.
+
+A row of a deeper block has masks of several places in it, and no program decodes them. But the row without masks is
+near it, so that the right words are still the nearest. How near is told by masks that the attacker draws: they put the
+sentence as far from what enters under them as the client's did, and a wrong word puts it farther.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradaudit.leakage.one_matrix.signal import Signal
+from gradaudit.leakage.one_matrix.word_rows import rows_of
+from gradaudit.models.base import TextModel
+
+_DRAWS, _SPREAD = 24, 3.0
+"""Times that masks are drawn for a sentence; and by how many standard deviations the client's may be worse. Of twenty
+pairs of a sentence and a matrix the right text was within two in 17, within 2.5 in 19 and at 3.3 in one, and one wrong
+word put it two to ten farther, in o one to four (MiniLM, dropout of 0.1, blocks 0 to 5, in development)."""
+
+
+class Masked:
+    """What masks make of sentences.
+
+    Args:
+        model: an encoder.
+        signal: the space, of one sentence.
+        rate: dropout rate.
+        rng: draws masks.
+    """
+
+    def __init__(self, model: TextModel, signal: Signal, rate: float, rng: torch.Generator) -> None:
+        self._model, self._signal, self._rate, self._rng = model, signal, rate, rng
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def apart(self, tokens: Tensor) -> float:
+        """Return by how many directions a sentence [n] is apart from its own space under masks, at most."""
+        key = tuple(tokens.tolist())
+        if key not in self._known:  # asked again and again, and drawn once
+            self._known[key] = self._drawn(tokens)
+        return self._known[key]
+
+    def _drawn(self, tokens: Tensor) -> float:
+        clean = rows_of(self._model, self._signal, tokens[None])[0]
+        found = []
+        for rows in self._entering(tokens.expand(_DRAWS, -1)):
+            basis = torch.linalg.qr(self._signal.parts(rows).double().mT)[0]
+            found.append(replace(self._signal, basis=basis).apart(clean))
+        far = torch.stack(found)
+        return float(far.mean() + _SPREAD * far.std())
+
+    @torch.no_grad()
+    def _entering(self, ids: Tensor) -> Tensor:
+        """Return what enters the matrix under masks, [N, n, d], as `rows_of` does without."""
+        signal, model = self._signal, self._model
+        role = signal.roles[0] if signal.heads is None else "v"
+        name = model.views(signal.layer, role)[0].parameter
+        traced = model.traced(
+            embeddings=model.word_vectors()[ids],
+            mask=torch.ones_like(ids, dtype=torch.bool),
+            labels=torch.zeros(len(ids), dtype=torch.long, device=ids.device),
+            watch=[name],
+            dropout=self._drop,
+            rate=self._rate,
+            every_row=True,
+        )
+        rows = traced.taps[name][0].read
+        if signal.heads is not None:
+            values = model.project(signal.layer, "v", rows.flatten(0, 1))[:, signal.heads]
+            rows = values.view(*ids.shape, -1)
+        return signal.seen(rows)
+
+    def _drop(self, site: int, inner: Tensor, rate: float) -> Tensor:
+        kept = torch.rand(inner.shape, generator=self._rng) >= rate
+        return inner * kept.to(inner) / (1 - rate)
