@@ -134,10 +134,13 @@ def matrices_on() -> list[Cell]:
     ends = [("minilm", f"{block}:{role}", 0.1, 8) for block in range(6) for role in "qfpo" if block or role != "q"]
     rates = [("minilm", f"{block}:q", rate, 8) for block in (1, 3) for rate in (0.2, 0.3, 0.4)]
     deep = [("mpnet", f"{block}:{role}", 0.1, 4) for block in (1, 4, 8) for role in "qf"]
-    return [
+    cells = [
         Cell("cola", 1, n, PRACTICAL | {"dropout_rate": rate}, model, tensors, seed=27272)
         for model, tensors, rate, n in (*ends, *rates, *deep)
     ]
+    frozen = ("embeddings *:q,k,v", "embeddings 0-4:*")
+    how = {"dropout": True}
+    return cells + [Cell("cola", 1, 16, how, seed=27272, defense=({"name": "freeze", "what": one},)) for one in frozen]
 
 
 def matrices_steps() -> list[Cell]:
