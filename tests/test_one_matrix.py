@@ -20,8 +20,8 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.one_matrix import most_telling
 from gradaudit.leakage.one_matrix.batch import MASKED, UNLIKE_MASKED
 from gradaudit.leakage.one_matrix.masked import Masked
-from gradaudit.leakage.one_matrix.search import FILLED, Fit, SentenceSearch
-from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
+from gradaudit.leakage.one_matrix.search import FILLED, SentenceSearch
+from gradaudit.leakage.one_matrix.signal import Fit, Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import WordRows, framed, rows_among, rows_of, word_rows
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.spec import ModelSpec
@@ -674,10 +674,10 @@ def test_a_clipped_gradient_is_read_and_is_no_proof(minilm):
 
 
 @pytest.mark.minilm
-@pytest.mark.parametrize(("selection", "size", "how"), [("5:f", 1, {}), ("2:f", 2, {"dropout": True})])
-def test_where_nothing_can_be_read_it_says_what_is_needed(minilm, selection: str, size: int, how):
+@pytest.mark.parametrize(("selection", "how"), [("5:f", {}), ("2:f", {"dropout": True})])
+def test_where_nothing_can_be_read_it_says_what_is_needed(minilm, selection: str, how):
     with pytest.raises(NotSupportedError, match="a matrix of any block of a gradient or a step") as refusal:
-        read(seen_of(minilm, sample_batch(minilm, 4, size), selection, **how))
+        read(seen_of(minilm, sample_batch(minilm, 4, 1), selection, Given(batch_size=False), **how))
     assert ("dropout was on" in str(refusal.value)) == bool(how)
 
 
@@ -705,15 +705,29 @@ def test_masks_that_are_drawn_are_as_far_as_the_client_s_and_a_wrong_word_is_far
     right = batch.ids[0]
     signal = signal_of(under_masks(minilm, batch, selection))
     assert signal is not None
-    masked = Masked(minilm, signal, 0.1, stream(0, "masks"))
     wrong = right.clone()
     wrong[4] = 1998 if int(right[4]) != 1998 else 2030
-    near, far = (float(signal.apart(rows_of(minilm, signal, one[None]))[0]) for one in (right, wrong))
-    assert FILLED < near < masked.apart(right) < far
-    assert masked.apart(right) == masked.apart(right)
-    half = Masked(minilm, signal, 0.05, stream(0, "masks"))
-    none = Masked(minilm, signal, 1e-9, stream(0, "masks"))
-    assert none.apart(right) < 1e-6 < half.apart(right) < masked.apart(right)
+    near, far = (Fit(one, float(signal.apart(rows_of(minilm, signal, one[None]))[0])) for one in (right, wrong))
+    masked = Masked(minilm, 0.1, stream(0, "masks"))
+    assert near.apart > FILLED
+    assert masked.likely(signal, near)
+    assert masked.surprise(signal, near) == masked.surprise(signal, near)
+    assert masked.surprise(signal, far) > masked.surprise(signal, near) + 2
+    assert not Masked(minilm, 1e-9, stream(0, "masks")).likely(signal, near)
+    drawn = [Masked(minilm, rate, stream(0, "masks"))._drawn(signal, right).mean() for rate in (1e-9, 0.05, 0.1)]
+    assert 0 <= drawn[0] < 1e-6 < drawn[1] < drawn[2]
+    others = replace(signal, basis=torch.cat([signal.basis, torch.zeros_like(signal.basis)], 2))
+    lost = signal.rank / (signal.basis.shape[1] - signal.rank)
+    again = Masked(minilm, 0.1, stream(0, "masks"))._drawn(others, right).mean()
+    assert float(again / drawn[2]) == pytest.approx(1 - lost, rel=0.01)
+
+
+@pytest.mark.minilm
+def test_dropout_on_a_pair_is_read_and_of_likely_lengths_the_likeliest_is_taken(minilm):
+    batch = tiny_models.batch_of(minilm, ["The river was cold.", "Nobody answered her letters."], [1, 0])
+    found = read(under_masks(minilm, batch, "1:q"))
+    assert set(found.sequences) == set(map(tuple, batch.sequences()))
+    assert set(found.certificates or ()) <= {"likely", "guess"}
 
 
 @pytest.mark.minilm
@@ -728,7 +742,7 @@ def test_dropout_on_another_sentence_s_matrix_gives_nothing_of_this_one(minilm):
 
 def test_a_sentence_farther_than_masks_put_the_right_one_is_a_guess(load, monkeypatch):
     model = load("bert")
-    monkeypatch.setattr(Masked, "apart", lambda *_: 0.0)
+    monkeypatch.setattr(Masked, "likely", lambda *_: False)
     found = read(under_masks(model, tiny_models.batch_of(model, ["the cat sat on a mat"], [0]), "1:q"))
     assert found.certificates == ("guess",)
     assert UNLIKE_MASKED in found.notes

@@ -1,1 +1,1 @@
-"""Sentences from whatever matrix was shared, dropout off: candidates are held against the span of its inputs."""
+"""Sentences from whatever matrix was shared: candidates are held against the span of its inputs."""

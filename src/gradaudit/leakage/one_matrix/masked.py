@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.one_matrix.signal import Signal
+from gradaudit.leakage.one_matrix.signal import Fit, Signal
 from gradaudit.leakage.one_matrix.word_rows import rows_of
 from gradaudit.models.base import TextModel
 
@@ -20,6 +20,8 @@ _DRAWS, _SPREAD = 24, 3.0
 """Times that masks are drawn for a sentence; and by how many standard deviations the client's may be worse. Of twenty
 pairs of a sentence and a matrix the right text was within two in 17, within 2.5 in 19 and at 3.3 in one, and one wrong
 word put it two to ten farther, in o one to four (MiniLM, dropout of 0.1, blocks 0 to 5, in development)."""
+_LEAST = 1e-6
+"""Directions; what is drawn without any dropout does not spread."""
 
 
 class Masked:
@@ -27,35 +29,42 @@ class Masked:
 
     Args:
         model: an encoder.
-        signal: the space, of one sentence.
         rate: dropout rate.
         rng: draws masks.
     """
 
-    def __init__(self, model: TextModel, signal: Signal, rate: float, rng: torch.Generator) -> None:
-        self._model, self._signal, self._rate, self._rng = model, signal, rate, rng
-        self._known: dict[tuple[int, ...], float] = {}
+    def __init__(self, model: TextModel, rate: float, rng: torch.Generator) -> None:
+        self._model, self._rate, self._rng = model, rate, rng
+        self._known: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def apart(self, tokens: Tensor) -> float:
-        """Return by how many directions a sentence [n] is apart from its own space under masks, at most."""
-        key = tuple(tokens.tolist())
+    def likely(self, signal: Signal, fit: Fit) -> bool:
+        """Say whether a sentence is hardly farther from a space than masks put it."""
+        return self.surprise(signal, fit) < _SPREAD
+
+    def surprise(self, signal: Signal, fit: Fit) -> float:
+        """Return by how many standard deviations a sentence is farther from a space than masks put it on average."""
+        key = (signal.rank, *fit.tokens.tolist())
         if key not in self._known:  # asked again and again, and drawn once
-            self._known[key] = self._drawn(tokens)
-        return self._known[key]
+            far = self._drawn(signal, fit.tokens)
+            self._known[key] = float(far.mean()), float(far.std())
+        mean, spread = self._known[key]
+        return (fit.apart - mean) / max(spread, _LEAST)
 
-    def _drawn(self, tokens: Tensor) -> float:
-        clean = rows_of(self._model, self._signal, tokens[None])[0]
+    def _drawn(self, signal: Signal, tokens: Tensor) -> Tensor:
+        """Return by how many directions a sentence is apart from its own space under masks, once a draw."""
+        clean = rows_of(self._model, signal, tokens[None])[0]
         found = []
-        for rows in self._entering(tokens.expand(_DRAWS, -1)):
-            basis = torch.linalg.qr(self._signal.parts(rows).double().mT)[0]
-            found.append(replace(self._signal, basis=basis).apart(clean))
-        far = torch.stack(found)
-        return float(far.mean() + _SPREAD * far.std())
+        for rows in self._entering(signal, tokens.expand(_DRAWS, -1)):
+            basis = torch.linalg.qr(signal.parts(rows).double().mT)[0]
+            found.append(replace(signal, basis=basis).apart(clean))
+        width, others = signal.basis.shape[1], signal.rank - len(clean)
+        # other sentences' directions hold a part of what lies outside by chance
+        return torch.stack(found) * (1 - max(others, 0) / (width - len(clean)))
 
     @torch.no_grad()
-    def _entering(self, ids: Tensor) -> Tensor:
+    def _entering(self, signal: Signal, ids: Tensor) -> Tensor:
         """Return what enters the matrix under masks, [N, n, d], as `rows_of` does without."""
-        signal, model = self._signal, self._model
+        model = self._model
         role = signal.roles[0] if signal.heads is None else "v"
         name = model.views(signal.layer, role)[0].parameter
         traced = model.traced(

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradaudit.leakage.one_matrix.masked import Masked
-from gradaudit.leakage.one_matrix.signal import Remaining, Signal, shares
+from gradaudit.leakage.one_matrix.signal import Fit, Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import (
     UsualRows,
     WordRows,
@@ -55,24 +54,11 @@ _REDRAWN = 0.3
 """Share of the places that are redrawn."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A sentence and what it leaves of the space.
-
-    Args:
-        tokens: [n] ids.
-        apart: directions of the space that its rows do not fill.
-    """
-
-    tokens: Tensor
-    apart: float
-
-
 class SentenceSearch:
     """The search for a sentence of known length.
 
     Args:
-        model: an encoder, dropout off.
+        model: an encoder.
         signal: the space.
         words: every word's row.
         length: tokens of the sentence, special ones included.
@@ -101,7 +87,7 @@ class SentenceSearch:
 
     def whole(self, fit: Fit) -> bool:
         """Say whether a sentence fills the space, or as much of it as dropout lets the right one."""
-        return fit.apart < FILLED or (self.masked is not None and fit.apart < self.masked.apart(fit.tokens))
+        return fit.apart < FILLED or (self.masked is not None and self.masked.likely(self.signal, fit))
 
     def run(self, usual: UsualRows, starts: int, shorter: Fit | None = None) -> Fit:
         """Return the best sentence found.

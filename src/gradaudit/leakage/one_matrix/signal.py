@@ -104,6 +104,19 @@ class Signal:
         return replace(self, basis=basis.contiguous(), taken=taken)
 
 
+@dataclass(frozen=True)
+class Fit:
+    """A sentence and what it leaves of the space.
+
+    Args:
+        tokens: [n] ids.
+        apart: directions of the space that its rows do not fill.
+    """
+
+    tokens: Tensor
+    apart: float
+
+
 def flat(signal: Signal, rows: Tensor) -> Tensor:
     """Return rows [..., h w] by part, all in one line, [h, N, w]."""
     return signal.parts(rows.reshape(-1, rows.shape[-1]))

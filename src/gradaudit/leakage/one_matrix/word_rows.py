@@ -32,7 +32,7 @@ def rows_among(model: TextModel, signal: Signal, around: Tensor, places: Tensor,
     difference to the first row.
 
     Args:
-        model: the model, dropout off.
+        model: the model; its rows are those without dropout.
         signal: whose matrix.
         around: [n] token ids of a sentence.
         places: [P] positions in it; the word that stands there is not seen.

@@ -112,8 +112,8 @@ def words_alone(seen: Observation) -> Reconstruction:
         dropped = " (dropout was on)" if seen.knowledge.dropout else ""
         raise NotSupportedError(
             "attack 'decode' needs query, key or value gradients of block 0, a matrix of any block of a gradient or a "
-            "step (of a decoder: of SGD) with dropout off, with dropout on of an encoder's gradient of one sentence, "
-            f"or the word table; none of them is in this update{dropped}"
+            "step (of a decoder: of SGD) with dropout off, or on and of an encoder's gradient of four sentences at "
+            f"most, or the word table; none of them is in this update{dropped}"
         )
     special = seen.model.special.ids
     named = tuple(NamedWord(token, certain=True) for token in words.tolist() if token not in special)
