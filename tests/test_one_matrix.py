@@ -19,7 +19,7 @@ from gradaudit.data.text import make_batch
 from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.one_matrix import most_telling
 from gradaudit.leakage.one_matrix.batch import MASKED, UNLIKE_MASKED
-from gradaudit.leakage.one_matrix.masked import Masked
+from gradaudit.leakage.one_matrix.drawn_masks import DrawnMasks
 from gradaudit.leakage.one_matrix.search import FILLED, SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Fit, Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import WordRows, framed, rows_among, rows_of, word_rows
@@ -708,17 +708,17 @@ def test_masks_that_are_drawn_are_as_far_as_the_client_s_and_a_wrong_word_is_far
     wrong = right.clone()
     wrong[4] = 1998 if int(right[4]) != 1998 else 2030
     near, far = (Fit(one, float(signal.apart(rows_of(minilm, signal, one[None]))[0])) for one in (right, wrong))
-    masked = Masked(minilm, 0.1, stream(0, "masks"))
+    masked = DrawnMasks(minilm, 0.1, stream(0, "masks"))
     assert near.apart > FILLED
     assert masked.likely(signal, near)
     assert masked.surprise(signal, near) == masked.surprise(signal, near)
     assert masked.surprise(signal, far) > masked.surprise(signal, near) + 2
-    assert not Masked(minilm, 1e-9, stream(0, "masks")).likely(signal, near)
-    drawn = [Masked(minilm, rate, stream(0, "masks"))._drawn(signal, right).mean() for rate in (1e-9, 0.05, 0.1)]
+    assert not DrawnMasks(minilm, 1e-9, stream(0, "masks")).likely(signal, near)
+    drawn = [DrawnMasks(minilm, rate, stream(0, "masks"))._drawn(signal, right).mean() for rate in (1e-9, 0.05, 0.1)]
     assert 0 <= drawn[0] < 1e-6 < drawn[1] < drawn[2]
     others = replace(signal, basis=torch.cat([signal.basis, torch.zeros_like(signal.basis)], 2))
     lost = signal.rank / (signal.basis.shape[1] - signal.rank)
-    again = Masked(minilm, 0.1, stream(0, "masks"))._drawn(others, right).mean()
+    again = DrawnMasks(minilm, 0.1, stream(0, "masks"))._drawn(others, right).mean()
     assert float(again / drawn[2]) == pytest.approx(1 - lost, rel=0.01)
 
 
@@ -742,7 +742,7 @@ def test_dropout_on_another_sentence_s_matrix_gives_nothing_of_this_one(minilm):
 
 def test_a_sentence_farther_than_masks_put_the_right_one_is_a_guess(load, monkeypatch):
     model = load("bert")
-    monkeypatch.setattr(Masked, "likely", lambda *_: False)
+    monkeypatch.setattr(DrawnMasks, "likely", lambda *_: False)
     found = read(under_masks(model, tiny_models.batch_of(model, ["the cat sat on a mat"], [0]), "1:q"))
     assert found.certificates == ("guess",)
     assert UNLIKE_MASKED in found.notes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.explain import named
-from gradaudit.leakage.one_matrix.masked import Masked
+from gradaudit.leakage.one_matrix.drawn_masks import DrawnMasks
 from gradaudit.leakage.one_matrix.most_telling import signal_of
 from gradaudit.leakage.one_matrix.search import SentenceSearch
 from gradaudit.leakage.one_matrix.signal import Fit, Remaining, Signal
@@ -57,7 +57,7 @@ class BatchSearch:
         lengths: Sequence[int] | None,
         longest: int,
         rng: torch.Generator,
-        masked: Masked | None = None,
+        masked: DrawnMasks | None = None,
     ) -> None:
         self.masked = masked
         self.model, self.size, self.lengths, self.rng = model, size, lengths, rng
@@ -178,7 +178,7 @@ def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstru
     if found is None or (known.dropout and found[1] is not None):
         return None
     signal, block = found
-    masked = Masked(seen.model, known.dropout, rng) if known.dropout else None
+    masked = DrawnMasks(seen.model, known.dropout, rng) if known.dropout else None
     search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng, masked)
     with answering(lambda had: _told(seen, signal, block, search) if search.found or search.best else None):
         search.run()

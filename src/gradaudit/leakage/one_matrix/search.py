@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradaudit.leakage.one_matrix.masked import Masked
+from gradaudit.leakage.one_matrix.drawn_masks import DrawnMasks
 from gradaudit.leakage.one_matrix.signal import Fit, Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import (
     UsualRows,
@@ -75,7 +75,7 @@ class SentenceSearch:
         length: int,
         bag: Tensor,
         rng: torch.Generator,
-        masked: Masked | None = None,
+        masked: DrawnMasks | None = None,
     ) -> None:
         self.model, self.signal, self.words, self.length, self.bag, self.rng = model, signal, words, length, bag, rng
         self.masked = masked

@@ -24,7 +24,7 @@ _LEAST = 1e-6
 """Directions; what is drawn without any dropout does not spread."""
 
 
-class Masked:
+class DrawnMasks:
     """What masks make of sentences.
 
     Args:
