@@ -74,7 +74,7 @@ class Decode(Attack):
     With dropout on, every row of block 0 is a known one with coordinates set to zero: linear programs decode tokens,
     masks and copies, and the attention gradients say which tokens belong together (BERT, RoBERTa, MPNet, GPT-2). With
     dropout off, an encoder's words are placed by what each brought and each position received, linked, mended in the
-    span of block 1, and taken out of the gradient one after the other; a decoder's prefixes grow as in DAGER. One matrix
+    span of block 1, and taken out of the gradient one after the other; a decoder's prefixes grow as in DAGER. A matrix
     of another kind or block is enough, too: with dropout on for few sentences, and without a proof. Labels, lengths and
     the dropout rate need not be known.
 
