@@ -139,7 +139,7 @@ def matrices_on() -> list[Cell]:
         for model, tensors, rate, n in (*ends, *rates, *deep)
     ]
     how = PRACTICAL | {"dropout_rate": 0.1}
-    cells += [Cell("cola", b, 4, how, tensors=one, seed=27272) for b in (2, 4) for one in ("0:f", "1:q", "3:q")]
+    cells += [Cell("cola", 2, 4, how, tensors=one, seed=27272) for one in ("0:f", "1:q", "3:q")]
     frozen = ("embeddings *:q,k,v", "embeddings 0-4:*")
     how = {"dropout": True}
     return cells + [Cell("cola", 1, 16, how, seed=27272, defense=({"name": "freeze", "what": one},)) for one in frozen]

@@ -98,7 +98,7 @@ def test_a_sentence_with_a_foreign_token_is_not_proven(minilm):
 
 def test_without_attention_gradients_it_says_what_is_missing(minilm):
     with pytest.raises(NotSupportedError, match="block 0"):
-        Decode()(seen_of(minilm, sample_batch(minilm, 4, 1), selection="1:q"), stream(0, "attack"))
+        Decode()(seen_of(minilm, sample_batch(minilm, 4, 1), selection="head"), stream(0, "attack"))
 
 
 def test_values_alone_give_the_words_of_one_sentence_in_order_and_no_proof(minilm):

@@ -20,7 +20,7 @@ from gradaudit.errors import NotSupportedError
 from gradaudit.leakage.one_matrix import most_telling
 from gradaudit.leakage.one_matrix.batch import MASKED, UNLIKE_MASKED
 from gradaudit.leakage.one_matrix.drawn_masks import DrawnMasks
-from gradaudit.leakage.one_matrix.search import FILLED, SentenceSearch
+from gradaudit.leakage.one_matrix.search import FILLED, SentenceSearch, barred_words
 from gradaudit.leakage.one_matrix.signal import Fit, Remaining, Signal, shares
 from gradaudit.leakage.one_matrix.word_rows import WordRows, framed, rows_among, rows_of, word_rows
 from gradaudit.leakage.rowspace.subspace import Span
@@ -728,6 +728,33 @@ def test_dropout_on_a_pair_is_read_and_of_likely_lengths_the_likeliest_is_taken(
     found = read(under_masks(minilm, batch, "1:q"))
     assert set(found.sequences) == set(map(tuple, batch.sequences()))
     assert set(found.certificates or ()) <= {"likely", "guess"}
+
+
+@pytest.mark.minilm
+@pytest.mark.parametrize("dropout", [True, False])
+def test_where_the_word_table_names_the_words_no_others_are_tried(minilm, dropout: bool, monkeypatch):
+    batch = tiny_models.batch_of(minilm, ["The river was cold.", "Nobody answered her letters."], [1, 0])
+    tried: list[int] = []
+
+    def watched(model, signal, around, places, words):
+        tried.extend(words.flatten().tolist() if len(words.flatten()) < 5000 else [])
+        return rows_among(model, signal, around, places, words)
+
+    monkeypatch.setattr(search_file, "rows_among", watched)
+    client = Client(minilm, dropout=dropout)
+    found = read(tiny_models.seen_of(client, batch, "1:q embeddings"))
+    assert set(found.sequences) == set(map(tuple, batch.sequences()))
+    assert tried
+    assert set(tried) <= set(batch.ids[batch.mask.bool()].tolist()) - minilm.special.ids
+
+
+def test_words_that_no_sentence_holds_are_special_ones_and_those_that_are_known_to_be_missing(load):
+    model = load("bert")
+    special = sorted(model.special.ids)
+    assert barred_words(model, None).tolist() == special
+    held = [token for token in (7, 9) if token not in special]
+    barred = barred_words(model, torch.tensor([*special, *held])).tolist()
+    assert barred == [token for token in range(model.vocabulary_size) if token not in held]
 
 
 @pytest.mark.minilm

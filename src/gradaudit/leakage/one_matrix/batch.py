@@ -10,10 +10,11 @@ from torch import Tensor
 from gradaudit.leakage.decoding.explain import named
 from gradaudit.leakage.one_matrix.drawn_masks import DrawnMasks
 from gradaudit.leakage.one_matrix.most_telling import signal_of
-from gradaudit.leakage.one_matrix.search import SentenceSearch
+from gradaudit.leakage.one_matrix.search import SentenceSearch, barred_words
 from gradaudit.leakage.one_matrix.signal import Fit, Remaining, Signal
 from gradaudit.leakage.one_matrix.word_rows import UsualRows, framing_places, rows_of, usual_rows, word_rows
 from gradaudit.leakage.rowspace.deflation import matrices_of
+from gradaudit.leakage.rowspace.embedding_rows import words_of
 from gradaudit.leakage.uneven.held import HeldBatch, ReadBlock, held_sentences
 from gradaudit.models.base import TextModel
 from gradaudit.progress import answering
@@ -25,9 +26,9 @@ where the space is one sentence's; and with dropout on, where a right one may lo
 _WORDS, _SHORT, _LONGEST = 20_000, 24, 64
 """Rows looked at for the words of a batch, in sentences of so many tokens or more, and the longest sentence looked for:
 bounds time."""
-_FEW = 4
-"""Sentences that are read with dropout on: two take 15 to 50 s, four two minutes and more, and half of these came back
-exactly (MiniLM, block 1, q, in development)."""
+_FEW = 2
+"""Sentences that are read with dropout on: two take 10 to 50 s. Of four half came back exactly, in two minutes, and
+other batches of four took more than five (MiniLM, block 1, q and f, in development)."""
 MASKED = "dropout is on: likely sentences are as near to what was sent as masks would let them be, which is no proof"
 UNLIKE_MASKED = "dropout is on, and no sentence is as near to what was sent as masks would let the right one be"
 
@@ -43,6 +44,7 @@ class BatchSearch:
         longest: tokens that a sentence may have.
         rng: for the words around, where none are known yet.
         masked: what dropout makes of sentences; None where it is off.
+        among: [m] ids of all of the batch's tokens, where they are known.
 
     Attributes:
         found: sentences that lie in the space, in the order in which they were found.
@@ -58,8 +60,9 @@ class BatchSearch:
         longest: int,
         rng: torch.Generator,
         masked: DrawnMasks | None = None,
+        among: Tensor | None = None,
     ) -> None:
-        self.masked = masked
+        self.masked, self.barred = masked, barred_words(model, among)
         self.model, self.size, self.lengths, self.rng = model, size, lengths, rng
         self.longest = min(longest, _LONGEST, model.max_length)
         self.signal = self.whole = signal
@@ -80,7 +83,9 @@ class BatchSearch:
                 if self.signal.rank < length - self.signal.differences and not one:
                     continue  # of one sentence weak directions may lie below the rounding
                 bag = torch.zeros(0, dtype=torch.long, device=self.model.device) if one else self._bag()
-                search = SentenceSearch(self.model, self.signal, self.words, length, bag, self.rng, self.masked)
+                search = SentenceSearch(
+                    self.model, self.signal, self.words, length, bag, self.rng, self.masked, self.barred
+                )
                 near = shorter if shorter is not None and len(shorter.tokens) == length - 1 else None
                 alone = max(2, _ALONE // (self.signal.doubtful + 1)) if self.masked is None else _MASKED
                 starts = alone if one else turn
@@ -142,8 +147,9 @@ class BatchSearch:
             usual = self._usual(longest)
             places = [p for p in range(longest) if p not in framing_places(self.model, longest)]
             told = self.words.shares(self.signal, usual.places[places], usual.framing, [None] * len(places))
-            told[:, sorted(self.model.special.ids)] = -1.0
-            words = told.topk(min(max(50, _WORDS // longest), told.shape[1]), 1).indices
+            told[:, self.barred] = -1.0
+            possible = told.shape[1] - len(self.barred)
+            words = told.topk(min(max(50, _WORDS // longest), possible), 1).indices
             rows = (self.words.rows[words] + usual.places[places][:, None]).flatten(0, 1)
             remaining, chosen = Remaining(self.signal, rows, usual.framing), []
             for _ in range(self.signal.rank):
@@ -179,7 +185,7 @@ def read_any(seen: Observation, longest: int, rng: torch.Generator) -> Reconstru
         return None
     signal, block = found
     masked = DrawnMasks(seen.model, known.dropout, rng) if known.dropout else None
-    search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng, masked)
+    search = BatchSearch(seen.model, signal, known.batch_size, known.lengths, longest, rng, masked, words_of(seen))
     with answering(lambda had: _told(seen, signal, block, search) if search.found or search.best else None):
         search.run()
     return _told(seen, signal, block, search)

@@ -65,6 +65,7 @@ class SentenceSearch:
         bag: token ids that are tried at every place, beside those that are likely there.
         rng: for the words around, where none are known yet.
         masked: what dropout makes of sentences; None where it is off.
+        barred: [n] token ids that no sentence holds; the special ones when None.
     """
 
     def __init__(
@@ -76,14 +77,17 @@ class SentenceSearch:
         bag: Tensor,
         rng: torch.Generator,
         masked: DrawnMasks | None = None,
+        barred: Tensor | None = None,
     ) -> None:
         self.model, self.signal, self.words, self.length, self.bag, self.rng = model, signal, words, length, bag, rng
         self.masked = masked
         self.first = int(signal.differences)  # place of the first row
         self.framing = framing_rows(model, signal, length)
         self.places = [p for p in range(length) if p not in framing_places(model, length)]
-        self.usual = torch.tensor([*marks(model), *frequent_tokens(model)[:_USUAL]], device=model.device)
-        self.barred = torch.tensor(sorted(model.special.ids), device=model.device)
+        self.barred = barred_words(model, None) if barred is None else barred
+        usual = torch.tensor([*marks(model), *frequent_tokens(model)[:_USUAL]], device=model.device)
+        self.usual = usual[~torch.isin(usual, self.barred)]
+        self.possible = model.vocabulary_size - len(self.barred)
 
     def whole(self, fit: Fit) -> bool:
         """Say whether a sentence fills the space, or as much of it as dropout lets the right one."""
@@ -111,7 +115,8 @@ class SentenceSearch:
             added = usual.places[self.places]
             likely = self._shares_of_all(added, usual.framing, [None] * len(self.places))
             if best is None or start % 2 == 0:
-                words = _most(likely, max(_SHORTEST, min(_SHORT, _ROWS // len(self.places))))
+                shown = max(_SHORTEST, min(_SHORT, _ROWS // len(self.places)))
+                words = _most(likely, min(shown, self.possible))
                 # word by word what fills most of what is left
                 first = self._pick(words, self.words.rows[words] + added[:, None], usual.framing)
             else:
@@ -149,7 +154,7 @@ class SentenceSearch:
     def _redrawn(self, best: Fit, shares: Tensor) -> Tensor:
         """Put likely words at some places of a guess, which lead elsewhere."""
         tokens = best.tokens.clone()
-        likely = _most(shares, _TRIED)
+        likely = _most(shares, min(_TRIED, self.possible))
         many = max(2, round(_REDRAWN * len(self.places)))
         for at in torch.randperm(len(self.places), generator=self.rng)[:many].tolist():
             tokens[self.places[at]] = likely[at, int(torch.randint(likely.shape[1], (1,), generator=self.rng))]
@@ -186,7 +191,7 @@ class SentenceSearch:
         """Return likely words and the guess's own at each place, [P, K], and their rows among the guess's words."""
         at = list(range(len(self.places)) if among is None else among)
         places = torch.tensor([self.places[p] for p in at], device=own.device)
-        likely = _most(self._shares_of_all(shifts[at], own, (places - self.first).tolist()), many)
+        likely = _most(self._shares_of_all(shifts[at], own, (places - self.first).tolist()), min(many, self.possible))
         bag = torch.unique(torch.cat([now.tokens[self.places], self.bag, self.usual]))
         words = torch.cat([bag.expand(len(at), -1), likely], 1)
         return words, rows_among(self.model, self.signal, now.tokens, places, words)
@@ -276,6 +281,16 @@ class SentenceSearch:
         apart = torch.cat([self.signal.apart(rows_of(self.model, self.signal, part)) for part in parts])
         at = int(apart.argmin())
         return Fit(every[at], float(apart[at]))
+
+
+def barred_words(model: TextModel, among: Tensor | None) -> Tensor:
+    """Return the token ids [n] that no sentence holds: special ones, and all but some [m] where these are known."""
+    held = torch.ones(model.vocabulary_size, dtype=torch.bool, device=model.device)
+    if among is not None:
+        held = torch.zeros_like(held)
+        held[among] = True
+    held[sorted(model.special.ids)] = False
+    return torch.where(~held)[0]
 
 
 def _without(rows: Tensor, at: int) -> Tensor:

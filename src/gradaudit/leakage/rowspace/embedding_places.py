@@ -112,7 +112,7 @@ def words_alone(seen: Observation) -> Reconstruction:
         dropped = " (dropout was on)" if seen.knowledge.dropout else ""
         raise NotSupportedError(
             "attack 'decode' needs query, key or value gradients of block 0, a matrix of any block of a gradient or a "
-            "step (of a decoder: of SGD) with dropout off, or on and of an encoder's gradient of four sentences at "
+            "step (of a decoder: of SGD) with dropout off, or on and of an encoder's gradient of two sentences at "
             f"most, or the word table; none of them is in this update{dropped}"
         )
     special = seen.model.special.ids
