@@ -722,6 +722,12 @@ def test_masks_that_are_drawn_are_as_far_as_the_client_s_and_a_wrong_word_is_far
     assert float(again / drawn[2]) == pytest.approx(1 - lost, rel=0.01)
 
 
+def test_masks_are_drawn_at_the_rate_of_each_place_and_keep_the_mean(load):
+    left = DrawnMasks(load("bert"), 0.1, stream(0, "masks"))._drop(0, torch.ones(200, 200), 0.3)
+    assert float((left == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
+    assert left.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+
+
 @pytest.mark.minilm
 def test_dropout_on_a_pair_is_read_and_of_likely_lengths_the_likeliest_is_taken(minilm):
     batch = tiny_models.batch_of(minilm, ["The river was cold.", "Nobody answered her letters."], [1, 0])

@@ -34,7 +34,9 @@ class DrawnMasks:
     """
 
     def __init__(self, model: TextModel, rate: float, rng: torch.Generator) -> None:
-        self._model, self._rate, self._rng = model, rate, rng
+        self._model, self._rng = model, rng
+        # told the model's own largest rate, a client has its configured ones, which may differ by place
+        self._rate = None if rate == model.dropout_rate() else rate
         self._known: dict[tuple[int, ...], tuple[float, float]] = {}
 
     def likely(self, signal: Signal, fit: Fit) -> bool:
