@@ -743,7 +743,7 @@ def test_where_the_word_table_names_the_words_no_others_are_tried(minilm, dropou
     tried: list[int] = []
 
     def watched(model, signal, around, places, words):
-        tried.extend(words.flatten().tolist() if len(words.flatten()) < 5000 else [])
+        tried.extend(words.flatten().tolist())
         return rows_among(model, signal, around, places, words)
 
     monkeypatch.setattr(search_file, "rows_among", watched)
@@ -761,16 +761,6 @@ def test_words_that_no_sentence_holds_are_special_ones_and_those_that_are_known_
     held = [token for token in (7, 9) if token not in special]
     barred = barred_words(model, torch.tensor([*special, *held])).tolist()
     assert barred == [token for token in range(model.vocabulary_size) if token not in held]
-
-
-@pytest.mark.minilm
-def test_dropout_on_another_sentence_s_matrix_gives_nothing_of_this_one(minilm):
-    mine, other = (
-        tiny_models.batch_of(minilm, [text], [1]) for text in ("The river was cold.", "Nobody answered her letters.")
-    )
-    found = read(under_masks(minilm, other, "1:q"))
-    words = set(mine.ids[0].tolist()) - set(other.ids[0].tolist())
-    assert not words & set(found.sequences[0])
 
 
 def test_a_sentence_farther_than_masks_put_the_right_one_is_a_guess(load, monkeypatch):

@@ -18,8 +18,9 @@ from gradaudit.models.base import TextModel
 
 _DRAWS, _SPREAD = 24, 3.0
 """Times that masks are drawn for a sentence; and by how many standard deviations the client's may be worse. Of twenty
-pairs of a sentence and a matrix the right text was within two in 17, within 2.5 in 19 and at 3.3 in one, and one wrong
-word put it two to ten farther, in o one to four (MiniLM, dropout of 0.1, blocks 0 to 5, in development)."""
+pairs of a sentence and a matrix the right text was within one in 19 and at 3.3 in one, and the wrong word that put it
+least far three to thirty farther, in o of block 4 two (MiniLM, dropout of 0.1, in development). Of one sentence under
+fourteen clients' masks it was beyond three once in q, p and o of blocks 1 and 2, and four times in f of block 0."""
 _LEAST = 1e-6
 """Directions; what is drawn without any dropout does not spread."""
 
