@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/exact_decoding.py practical rates benchmark decoders compressed partial unseen \
         matrices matrices-p matrices-o matrices-mpnet matrices-b4 matrices-steps matrices-decoder left-alone load \
-        past-half stock freezing tables crowded
+        past-half stock freezing tables crowded head
 
 Groups: practical (dropout on, embeddings frozen, batch size 1 to 32, two widths), rates (dropout 0.2 to 0.4), benchmark
 (dropout off, three data sets), decoders, compressed (noise, sign, top-k, int8, bf16), partial (one block, one matrix),
@@ -10,8 +10,8 @@ unseen (another draw), matrices, matrices-p, matrices-o, matrices-mpnet and matr
 own), matrices-steps (of an optimizer's step), matrices-decoder (of a decoder), left-alone (what a defense leaves
 alone), load (dropout on, to twice as many tokens as coordinates), past-half (dropout on, half to seven tenths),
 stock (the same and more, embeddings trained), freezing (what a frozen part leaves), tables (the embedding tables),
-crowded (long sentences and many). Records go to out/benchmarks (a run that was stopped goes on there) and hold no text.
-Failures count 0.
+crowded (long sentences and many), head (the head alone, biases and norms, by `exchange`). Records go to out/benchmarks
+(a run that was stopped goes on there) and hold no text. Failures count 0.
 """
 
 from __future__ import annotations
@@ -183,6 +183,23 @@ def freezing() -> list[Cell]:
     ]
 
 
+def head() -> list[Cell]:
+    """What no matrix of a block is part of, read by `exchange`: one sentence, a draw that nothing was developed on."""
+    attack = {"name": "exchange"}
+    biases: dict[str, Any] = {"name": "freeze", "what": "embeddings *:*"}
+    parts: tuple[tuple[bool, str, tuple[dict[str, Any], ...]], ...] = (
+        (False, "head", ()),
+        (False, "all", (biases,)),
+        (False, "5:q", ()),
+        (True, "head", ()),
+        (True, "all", (biases,)),
+    )
+    return [
+        Cell("cola", 1, 16, {"dropout": on}, tensors=part, seed=28282, defense=frozen, attack=attack)
+        for on, part, frozen in parts
+    ]
+
+
 def tables() -> list[Cell]:
     """The embedding tables alone, one sentence, dropout on: a gradient, and changes of weights."""
     adamw = {"dropout": True, "optimizer": "adamw", "learning_rate": 5e-5}
@@ -255,6 +272,7 @@ GROUPS = {
     "crowded": crowded,
     "freezing": freezing,
     "tables": tables,
+    "head": head,
 }
 COLUMNS = (
     "model", "data", "B", "dropout", "tensors", "batches", "load b/d", "R-1", "R-L", "exact %", "proven",
@@ -274,6 +292,7 @@ def row(done: Done) -> list[str]:
         scores[1] += f" [{told.low:.1f}, {told.high:.1f}]"
     # what the attacker sees: the tensors, and what was done to them
     done = [cell.title] if cell.title else []
+    done += [f"by {cell.attack['name']}"] if cell.attack["name"] != "decode" else []
     seen = " ".join([cell.tensors, *done, *(str(v) for d in cell.defense for v in d.values())])
     rate = cell.client.get("dropout_rate", 0.1) if cell.client["dropout"] else 0
     return [
@@ -286,7 +305,7 @@ def row(done: Done) -> list[str]:
 
 def name(cell: Cell) -> str:
     """Return the name of a cell's folder, which exact_decoding_figures.py reads."""
-    parts = ["decode", cell.model.replace(":", "-"), cell.data, f"b{cell.size}"]
+    parts = [cell.attack["name"], cell.model.replace(":", "-"), cell.data, f"b{cell.size}"]
     parts.append("on" if cell.client["dropout"] else "off")
     if "dropout_rate" in cell.client:
         parts.append(f"p{cell.client['dropout_rate']}")

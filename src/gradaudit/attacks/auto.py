@@ -118,14 +118,16 @@ class Auto(Attack[Model]):
                 continue
             left = end - time.monotonic()
             dear = attack.gradient_evaluations(seen.knowledge.batch_size or 1, _tokens(seen))
-            if dear > 1 and started:  # a busy machine's gradients tell little: one attack is tried whatever they say
+            if (
+                dear > 1 and started and not attack.anytime
+            ):  # a busy machine's gradients tell little: one attack is tried whatever they say
                 once = once or _seconds_of_a_gradient(seen)
                 if once * dear > left:
                     said.append(f"{attack.name} (not tried: more than the time that was left)")
                     continue
             started = True
             try:
-                with within(left):
+                with within(left / 2 if attack.anytime else left):
                     found = attack(seen, torch.Generator().manual_seed(seeds[attack.name]))
             except TimeIsOverError as over:
                 read = ""

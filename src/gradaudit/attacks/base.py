@@ -51,6 +51,9 @@ class Attack(ABC, Generic[M]):
     """True when the attack reckons with dropout; otherwise an update made with dropout on gets a flag."""
     exact_on_deltas: ClassVar[bool] = False
     """True when a weight change of several steps is read as what it is; otherwise it gets a flag."""
+    anytime: ClassVar[bool] = False
+    """True when what the attack has before its end is an answer of its kind: `auto` runs it for half of the time left,
+    however long all of it would take."""
     textless: ClassVar[bool] = False
     """True when notes, details and errors hold nothing of what was recovered: only then records of an attack from
     elsewhere keep them. All attacks of this package are so."""

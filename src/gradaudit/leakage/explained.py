@@ -47,21 +47,25 @@ def _text(seen: Observation[TextModel], found: Reconstruction) -> float | None:
     for row, sentence in enumerate(found.sequences):
         ids[row, : len(sentence)] = torch.tensor(sentence, device=device)
         mask[row, : len(sentence)] = True
-    like = Likeness(seen, mask, "auto")
+    judge = Likeness(seen, "auto")
+
+    def like(labels: Tensor | None) -> float:
+        return float(judge(ids[None], mask[None], None if labels is None else labels[None])[0])
+
     if seen.model.spec.task == "causal-lm":
-        return like(ids, None)
+        return like(None)
     classes = seen.model.spec.labels
     if found.labels is not None:
-        return like(ids, torch.tensor(found.labels, device=device))
+        return like(torch.tensor(found.labels, device=device))
     if found.count * classes > _MOST_TRIED:
         return None
     labels = torch.zeros(found.count, dtype=torch.long, device=device)
-    best = like(ids, labels)
+    best = like(labels)
     for row in range(found.count):
         for label in range(1, classes):
             tried = labels.clone()
             tried[row] = label
-            if (value := like(ids, tried)) > best:
+            if (value := like(tried)) > best:
                 best, labels = value, tried
     return best
 

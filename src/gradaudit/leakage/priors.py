@@ -30,10 +30,15 @@ def frequent_tokens(model: TextModel) -> list[int]:
     return found or [i for i in range(model.vocabulary_size) if i not in model.special.ids][:50]
 
 
-def marks(model: TextModel) -> list[int]:
-    """Return the token ids of punctuation marks that are a single token inside a sentence."""
+def marks(model: TextModel, among: str = string.punctuation) -> list[int]:
+    """Return the token ids of punctuation marks that are a single token inside a sentence.
+
+    Args:
+        model: whose tokens.
+        among: the marks; all of them unless told otherwise.
+    """
     before = model.content(model.encode("a")[0])
-    found = [model.content(model.encode(f"a{mark}")[0])[len(before) :] for mark in string.punctuation]
+    found = [model.content(model.encode(f"a{mark}")[0])[len(before) :] for mark in among]
     return list(dict.fromkeys(ids[0] for ids in found if len(ids) == 1))
 
 

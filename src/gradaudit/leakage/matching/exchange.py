@@ -1,7 +1,8 @@
-"""Words of a guess exchanged one by one: proposed by slope, judged by the likeness itself, until nothing helps."""
+"""Words of a guess exchanged, moved, put in and left out, judged by the likeness itself, until nothing helps."""
 
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, islice
 
 import torch
 from torch import Tensor
@@ -11,25 +12,42 @@ from gradaudit.progress import answering, step
 
 _TOGETHER = 1e-6
 """A likeness this near to 1 cannot grow."""
-_KICKED = 3
-"""Words exchanged at random where no single exchange helps."""
+_KICKED = 2
+"""Words left out or exchanged at random where no change helps, the least; else a third of all."""
 _NEAR = 16
 """Words of a slot, by slope, that a random exchange takes from."""
+_KEPT, _OF_A_LENGTH = 4, 2
+"""Guesses that are gone on from, and of these at most so many of one length: a sentence often gets longer and
+shorter again on its way to the right one."""
+_COMBINED = 12
+"""Changes that are tried beside the best of a round."""
+
+Sentence = tuple[int, ...]
+_Key = tuple[tuple[Sentence, ...], Sentence | None]
 
 
 @dataclass(frozen=True)
 class Guess:
-    """Words and labels, and how like their update is to the one that was seen.
+    """Sentences and labels, and how like their update is to the one that was seen.
 
     Args:
-        ids: [B, T].
-        labels: [B]; None where next words are predicted.
+        sentences: token ids between those that frame each sentence.
+        labels: classes; None where next words are predicted.
         likeness: -1 to 1.
     """
 
-    ids: Tensor
-    labels: Tensor | None
-    likeness: float
+    sentences: tuple[Sentence, ...]
+    labels: tuple[int, ...] | None = None
+    likeness: float = -2.0
+
+    def with_words(self, row: int, words: Sequence[int]) -> "Guess":
+        """Return the guess with other words in one sentence, not judged yet."""
+        return replace(self, sentences=(*self.sentences[:row], tuple(words), *self.sentences[row + 1 :]), likeness=-2.0)
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """Sentence and place of every word."""
+        return [(row, at) for row, words in enumerate(self.sentences) for at in range(len(words))]
 
 
 @dataclass(frozen=True)
@@ -37,105 +55,254 @@ class Exchanges:
     """How words are exchanged.
 
     Args:
-        free: [B, T] bool, slots that may change.
+        frames: what stands before and behind each sentence's words.
         words: [V] bool, words that may be put in.
+        usual: frequent words, some of which are tried in every slot, whatever the slopes say.
+        marks: of punctuation, tried in every slot.
         classes: labels that may be put in, 0 where they are known.
-        proposals: exchanges that are judged a round.
+        longest: words that a sentence may come to have; None where its length is known and stays.
+        proposals: exchanges that are judged a round; a slot that is looked through has as many.
         evaluations: gradients computed at most.
     """
 
-    free: Tensor
+    frames: tuple[tuple[Sentence, Sentence], ...]
     words: Tensor
+    usual: tuple[int, ...]
+    marks: tuple[int, ...]
     classes: int
+    longest: int | None
     proposals: int
     evaluations: int
+
+    def whole(self, guess: Guess) -> tuple[Sentence, ...]:
+        """Return a guess's sentences in their frames."""
+        return tuple(
+            (*before, *words, *behind) for (before, behind), words in zip(self.frames, guess.sentences, strict=True)
+        )
 
 
 def exchange_words(like: Likeness, start: Guess, how: Exchanges, rng: torch.Generator, what: str) -> Guess:
     """Return the likest guess found.
 
-    The steepest proposals of all slots are judged and what helps is kept. Where none helps, slots are looked through
-    one by one, since the words of some slots move the update little; where that does not help either, a few words are
-    exchanged at random and the search goes on from there.
+    The steepest changes of all slots are judged. Where none helps, every slot is looked through: by slope, by nearness
+    to the word that stands there, and among frequent words, for slopes say little of words that are far. Of the likest
+    guesses a few are kept, of different lengths; where none of them leads on, words of the likest are exchanged at
+    random and the search goes on from there.
 
     Args:
         like: the likeness.
         start: where to start.
         how: what may be exchanged, and how often.
-        rng: draws the order of slots and the random exchanges.
+        rng: draws frequent words, the order of moves and the random exchanges.
         what: name for the progress bar.
 
     Raises:
-        StoppedError: Ctrl-C, with the likeliest guess until then.
+        StoppedError: Ctrl-C, with the likest guess until then.
     """
-    best = now = start
-    around = torch.empty(0)  # slopes of the likest guess, for the kicks that start from it
-    with answering(lambda _: best):
-        while like.spent < how.evaluations and best.likeness < 1 - _TOGETHER:
+    climb = _Climb(like, how, rng)
+    with answering(lambda _: climb.best):
+        climb.judge([start])
+        while like.spent < how.evaluations and climb.best.likeness < 1 - _TOGETHER:
             step(what, min(like.spent, how.evaluations), how.evaluations)
-            slopes = like.slopes(now.ids, now.labels)
-            slopes = slopes.masked_fill(~(how.free[..., None] & how.words), -torch.inf)
-            around = slopes if now is best else around
-            better = _steepest(like, now, slopes, how)
-            if better is now:
-                better = _slot_by_slot(like, now, slopes, how, rng)
-            now = better if better is not now else _kicked(like, best, around, how, rng)
-            best = now if now.likeness > best.likeness else best
+            climb.round()
     step(what, how.evaluations, how.evaluations)
-    return best
+    return climb.best
 
 
-def _steepest(like: Likeness, now: Guess, slopes: Tensor, how: Exchanges) -> Guess:
-    """Return a guess with the best of the steepest exchanges, and with others that still help beside it."""
-    count = min(how.proposals, int(how.free.sum()) * int(how.words.sum()))
-    found = [_with(like, now, *divmod(at, slopes.shape[-1])) for at in slopes.flatten().topk(count).indices.tolist()]
-    if now.labels is not None:
-        for row, label in product(range(len(now.labels)), range(how.classes)):
-            other = now.labels.clone()
-            other[row] = label
-            found.append(Guess(now.ids, other, like(now.ids, other)))
-    best = now
-    for one in sorted(found, key=lambda one: -one.likeness):
-        if one.likeness <= now.likeness:
+class _Climb:
+    """Guesses that are gone on from, and those that were."""
+
+    def __init__(self, like: Likeness, how: Exchanges, rng: torch.Generator) -> None:
+        self._like, self._how, self._rng = like, how, rng
+        self._kept: list[Guess] = []
+        self._known: dict[_Key, float] = {}
+        self._left: set[_Key] = set()
+        self._lengths = like.table.norm(dim=1)
+
+    @property
+    def best(self) -> Guess:
+        """The likest guess so far."""
+        return self._kept[0]
+
+    def round(self) -> None:
+        """Judge changes of the likest guess that was not left yet, or of a kicked one."""
+        now = next((one for one in self._kept if _key(one) not in self._left), None)
+        if now is None:
+            kicked = self.judge([self._kicked()], keep=False)
+            if not kicked:
+                return  # no evaluations are left
+            now = kicked[0]
+        self._left.add(_key(now))
+        slopes = self._slopes_of(now)
+        found = self._judged(now, self._steepest(now, slopes))
+        if found is None or found.likeness <= now.likeness:
+            self._judged(now, self._everywhere(now, slopes))
+
+    def _judged(self, now: Guess, changed: Iterable[Guess]) -> Guess | None:
+        """Judge changes of a guess, and the best of them with others beside it; return the likest."""
+        new = (one for one in changed if _key(one) not in self._left)
+        found = sorted(self.judge(new), key=lambda one: -one.likeness)
+        if not found:
+            return None
+        both = [_both(now, found[0], other) for other in found[1:_COMBINED] if other.likeness > now.likeness]
+        return max([found[0], *self.judge(one for one in both if one is not None)], key=lambda one: one.likeness)
+
+    def judge(self, guesses: Iterable[Guess], keep: bool = True) -> list[Guess]:
+        """Return guesses with their likeness, as far as evaluations last.
+
+        Guesses of one length are judged together; the likest of all are kept.
+        """
+        some = {_key(one): one for one in guesses}
+        new = [one for key, one in some.items() if key not in self._known]
+        if self._kept:  # the start is judged in any case
+            new = new[: max(0, self._how.evaluations - self._like.spent)]
+        by_size: dict[int, list[Guess]] = {}
+        for one in new:
+            by_size.setdefault(max(map(len, self._how.whole(one))), []).append(one)
+        for size in sorted(by_size):
+            told = self._like(*self._tensors(by_size[size])).tolist()
+            self._known |= dict(zip(map(_key, by_size[size]), told, strict=True))
+        found = [replace(one, likeness=self._known[key]) for key, one in some.items() if key in self._known]
+        if keep:
+            self._kept = _likest([*self._kept, *found])
+        return found
+
+    def _tensors(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ids and mask, [K, B, T], and labels, [K, B]."""
+        whole = [self._how.whole(one) for one in guesses]
+        longest, device = max(len(words) for one in whole for words in one), self._like.table.device
+        ids = torch.tensor([[[*words, *[0] * (longest - len(words))] for words in one] for one in whole], device=device)
+        lengths = torch.tensor([[len(words) for words in one] for one in whole], device=device)
+        mask = torch.arange(longest, device=device) < lengths[..., None]
+        labels = [one.labels for one in guesses if one.labels is not None]
+        return ids, mask, torch.tensor(labels, device=device) if labels else None
+
+    def _slopes_of(self, guess: Guess) -> Tensor:
+        """Return [slots, V] of a guess."""
+        slopes = self._like.slopes(*self._tensors([guess]))[0]
+        places = [(row, len(self._how.frames[row][0]) + at) for row, at in guess.slots]
+        found = slopes[[row for row, _ in places], [at for _, at in places]]
+        return found.masked_fill(~self._how.words, -torch.inf)
+
+    def _steepest(self, now: Guess, slopes: Tensor) -> Iterator[Guess]:
+        """Yield the steepest exchanges of all slots, as words put in beside these slots too, and what costs little."""
+        slots, count = now.slots, min(self._how.proposals, int(self._how.words.sum()) * len(slopes))
+        flat = slopes.flatten().topk(count).indices.tolist()
+        steep = [(*slots[at // slopes.shape[1]], at % slopes.shape[1]) for at in flat]
+        yield from (_exchanged(now, row, at, word) for row, at, word in steep)
+        yield from self._labeled(now)
+        growing = [one for one in steep if self._may_grow(now, one[0])]
+        yield from (_put_in(now, row, at + behind, word) for row, at, word in growing for behind in (0, 1))
+        yield from self._left_out(now)
+        yield from islice(self._moved(now), self._how.proposals)
+
+    def _everywhere(self, now: Guess, slopes: Tensor) -> Iterator[Guess]:
+        """Yield changes at every slot, slots in random order."""
+        slots, each = now.slots, max(1, self._how.proposals // 3)
+        for at in torch.randperm(len(slots), generator=self._rng).tolist():
+            row, place = slots[at]
+            words = [*self._near(now.sentences[row][place], each), *slopes[at].topk(each).indices.tolist()]
+            words += self._usual(each)
+            yield from (_exchanged(now, row, place, word) for word in words)
+            if self._may_grow(now, row):
+                last = place == len(now.sentences[row]) - 1
+                yield from (_put_in(now, row, place + behind, word) for word in words for behind in range(1 + last))
+        yield from self._moved(now)
+
+    def _may_grow(self, now: Guess, row: int) -> bool:
+        return self._how.longest is not None and len(now.sentences[row]) < self._how.longest
+
+    def _labeled(self, now: Guess) -> Iterator[Guess]:
+        for row, label in enumerate(now.labels or ()):
+            for other in range(self._how.classes):
+                if other != label and now.labels is not None:
+                    yield replace(now, labels=(*now.labels[:row], other, *now.labels[row + 1 :]), likeness=-2.0)
+
+    def _left_out(self, now: Guess) -> Iterator[Guess]:
+        for row, at in now.slots if self._how.longest is not None else ():
+            words = now.sentences[row]
+            if len(words) > 1:
+                yield now.with_words(row, (*words[:at], *words[at + 1 :]))
+
+    def _moved(self, now: Guess) -> Iterator[Guess]:
+        """Yield the guess with two words exchanged or one moved, in random order."""
+        pairs = list(combinations(now.slots, 2))
+        for at in torch.randperm(len(pairs), generator=self._rng).tolist():
+            (row, one), (other_row, other) = pairs[at]
+            first, second = now.sentences[row][one], now.sentences[other_row][other]
+            yield _exchanged(_exchanged(now, row, one, second), other_row, other, first)
+            if row == other_row and other > one + 1:
+                words = now.sentences[row]
+                yield now.with_words(row, (*words[:one], *words[one + 1 : other + 1], first, *words[other + 1 :]))
+                yield now.with_words(row, (*words[:one], second, *words[one:other], *words[other + 1 :]))
+
+    def _near(self, word: int, count: int) -> list[int]:
+        """Return the words whose vectors are most like a word's."""
+        alike = self._like.table @ self._like.table[word] / self._lengths.clamp_min(1e-12)
+        alike = alike.masked_fill(~self._how.words, -torch.inf)
+        alike[word] = -torch.inf
+        return [at for at in alike.topk(min(count, len(alike))).indices.tolist() if alike[at] > -torch.inf]
+
+    def _usual(self, count: int) -> list[int]:
+        marks, words = self._how.marks, self._how.usual
+        order = torch.randperm(len(words), generator=self._rng)[: max(0, count - len(marks))].tolist()
+        return [*marks, *(words[at] for at in order)]
+
+    def _kicked(self) -> Guess:
+        """Return one of the kept guesses without a third of its words; of known lengths, with others there."""
+        now = self._kept[int(torch.randint(len(self._kept), (), generator=self._rng))]
+        slots, slopes = now.slots, self._slopes_of(now)
+        some = torch.randperm(len(slots), generator=self._rng)[: max(_KICKED, len(slots) // 3)].tolist()
+        for at in sorted(some, reverse=True):
+            row, place = slots[at]
+            words = now.sentences[row]
+            if self._how.longest is not None and len(words) > 1:
+                now = now.with_words(row, (*words[:place], *words[place + 1 :]))
+                continue
+            near = slopes[at].topk(min(_NEAR, int(self._how.words.sum()))).indices
+            now = _exchanged(now, row, place, int(near[int(torch.randint(len(near), (), generator=self._rng))]))
+        return now
+
+
+def _key(guess: Guess) -> _Key:
+    return guess.sentences, guess.labels
+
+
+def _likest(guesses: Iterable[Guess]) -> list[Guess]:
+    """Return the likest of several guesses, not all of one length."""
+    kept: list[Guess] = []
+    seen: dict[tuple[int, ...], int] = {}
+    for one in sorted({_key(one): one for one in guesses}.values(), key=lambda one: -one.likeness):
+        size = tuple(map(len, one.sentences))
+        if seen.get(size, 0) < _OF_A_LENGTH:
+            kept.append(one)
+            seen[size] = seen.get(size, 0) + 1
+        if len(kept) == _KEPT:
             break
-        if best is now:
-            best = one
-            continue
-        labels = best.labels
-        if labels is not None and one.labels is not None and now.labels is not None:
-            labels = torch.where(one.labels != now.labels, one.labels, labels)
-        ids = torch.where(one.ids != now.ids, one.ids, best.ids)
-        both = Guess(ids, labels, like(ids, labels))
-        best = both if both.likeness > best.likeness else best
-    return best
+    return kept
 
 
-def _slot_by_slot(like: Likeness, now: Guess, slopes: Tensor, how: Exchanges, rng: torch.Generator) -> Guess:
-    """Return a guess with the best word of the first slot, in random order, where one helps; else the same guess."""
-    slots = how.free.flatten().nonzero().flatten().cpu()
-    count = min(how.proposals, int(how.words.sum()))
-    for slot in slots[torch.randperm(len(slots), generator=rng)].tolist():
-        if like.spent >= how.evaluations:
-            break
-        near = slopes.flatten(0, 1)[slot].topk(count).indices.tolist()
-        best = max((_with(like, now, slot, word) for word in near), key=lambda one: one.likeness)
-        if best.likeness > now.likeness:
-            return best
-    return now
+def _exchanged(now: Guess, row: int, at: int, word: int) -> Guess:
+    words = now.sentences[row]
+    return now.with_words(row, (*words[:at], word, *words[at + 1 :]))
 
 
-def _with(like: Likeness, now: Guess, slot: int, word: int) -> Guess:
-    """Return a guess with another word in a slot of [B * T]."""
-    ids = now.ids.clone()
-    ids.view(-1)[slot] = word
-    return Guess(ids, now.labels, like(ids, now.labels))
+def _put_in(now: Guess, row: int, at: int, word: int) -> Guess:
+    words = now.sentences[row]
+    return now.with_words(row, (*words[:at], word, *words[at:]))
 
 
-def _kicked(like: Likeness, best: Guess, slopes: Tensor, how: Exchanges, rng: torch.Generator) -> Guess:
-    """Return the best guess with some words exchanged at random for others that their slots' slopes speak for."""
-    slots = how.free.flatten().nonzero().flatten().cpu()
-    ids = best.ids.clone()
-    for slot in slots[torch.randperm(len(slots), generator=rng)[:_KICKED]].tolist():
-        near = slopes.flatten(0, 1)[slot].topk(min(_NEAR, int(how.words.sum()))).indices
-        ids.view(-1)[slot] = near[int(torch.randint(len(near), (), generator=rng))]
-    return Guess(ids, best.labels, like(ids, best.labels))
+def _both(now: Guess, one: Guess, other: Guess) -> Guess | None:
+    """Return a guess with the changes of two; None where one of them has other lengths."""
+    three = list(zip(now.sentences, one.sentences, other.sentences, strict=True))
+    if any(not len(old) == len(a) == len(b) for old, a, b in three):
+        return None
+    sentences = tuple(_merged(*words) for words in three)
+    if now.labels is None or one.labels is None or other.labels is None:
+        return Guess(sentences)
+    return Guess(sentences, _merged(now.labels, one.labels, other.labels))
+
+
+def _merged(old: Sequence[int], one: Sequence[int], other: Sequence[int]) -> Sentence:
+    """Return what changed in the first, and else the second."""
+    return tuple(b if b != a else c for a, b, c in zip(old, one, other, strict=True))

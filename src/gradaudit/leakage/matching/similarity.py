@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.func import grad, vmap
 
 from gradaudit.defense_traits import Trait, traits_of
 from gradaudit.errors import NotSupportedError
@@ -16,17 +17,21 @@ APPLIED_TO_GUESS: frozenset[Trait] = frozenset({"unit norm", "signs"})
 """Traits of defenses that are applied to the guess's update before it is compared. Pruning is not: the largest
 coordinates of a wrong guess are other ones, and the cosine would see nothing of what is right in it."""
 _TINY = 1e-30
+_NUMBERS, _MANY, _FEW = 2**26, 64, 8
+"""Numbers of gradients that are held at once, 256 MiB of them, and guesses, at most; of fewer than the last number one
+after the other is faster. A guess of 12 tokens takes 3.6 ms of the head of MiniLM (one by one 13), 8 of its biases and
+norms (28), and of all blocks 39 in sixes (30)."""
 
 
 class Likeness:
     """The cosine, over all tensors together, between a guess's update and the one that was seen.
 
     The guess's update is scaled, or reduced to its signs, where the attacker was told that the client did so. The word
-    table's own gradient is left out: it tells words by themselves, and is read elsewhere.
+    table's own gradient is left out: it tells words by themselves, and is read elsewhere. Guesses are judged many at
+    once: those of MiniLM's head take an eighth of the time that one after the other takes.
 
     Args:
         seen: the observation.
-        mask: [B, T] bool, True where a slot holds a token.
         attack: its name, for messages.
         replay: apply defenses to the guess.
 
@@ -35,8 +40,8 @@ class Likeness:
             parts of matrices that the client scaled whole.
     """
 
-    def __init__(self, seen: Observation, mask: Tensor, attack: str, replay: bool = True) -> None:
-        self._model, self._mask = seen.model, mask
+    def __init__(self, seen: Observation, attack: str, replay: bool = True) -> None:
+        self._model = seen.model
         hidden = set(word_gradient_hidden(seen))
         self._views: dict[str, View] = {name: view for name, view in seen.views.items() if name not in hidden}
         if not self._views:
@@ -44,59 +49,69 @@ class Likeness:
         gradients = as_gradient(seen)
         self._observed = {name: gradients[name] for name in self._views}
         self._size = float(torch.stack([t.square().sum() for t in self._observed.values()]).sum().sqrt())
-        self._names = sorted({view.parameter for view in self._views.values()})
+        parameters = seen.model.parameters()
+        self._parameters = {v.parameter: parameters[v.parameter].detach() for v in self._views.values()}
+        self._together = max(1, min(_MANY, _NUMBERS // sum(p.numel() for p in self._parameters.values())))
         told = seen.knowledge.defenses or ()
         self._told = [trait for d in told for trait in sorted(traits_of(d) & APPLIED_TO_GUESS) if replay]
         if "unit norm" in self._told:
             must_be_whole(seen, attack)
-        self._table = seen.model.word_vectors().detach()
+        self.table = seen.model.word_vectors().detach()
+        """[V, d] word vectors."""
         self.spent = 0
         """Gradients computed so far."""
 
-    def __call__(self, ids: Tensor, labels: Tensor | None) -> float:
-        """Return the likeness of a guess, -1 to 1.
+    def __call__(self, ids: Tensor, mask: Tensor, labels: Tensor | None) -> Tensor:
+        """Return the likeness of each of K guesses, -1 to 1, [K].
 
         Args:
-            ids: [B, T] token ids.
-            labels: [B] classes; None where next words are predicted.
+            ids: [K, B, T] token ids.
+            mask: [K, B, T] bool, True where a slot holds a token.
+            labels: [K, B] classes; None where next words are predicted.
         """
-        self.spent += 1
-        with torch.enable_grad():
-            loss = self._model.loss(ids=ids, mask=self._mask, labels=ids if labels is None else labels)
-            made = self._made(loss, graph=False)
-        return float(self._cosine(self._defended(made, whole=True)))
+        self.spent += len(ids)
 
-    def slopes(self, ids: Tensor, labels: Tensor | None) -> Tensor:
-        """Return [B, T, V]: how much the likeness would grow with each word in each slot, to first order.
+        def one(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+            return self._cosine(self._defended(self._made(mask, labels, ids=ids), whole=True))
+
+        given = ids if labels is None else labels
+        if self._together < _FEW:
+            return torch.stack([one(*each) for each in zip(ids, mask, given, strict=True)]).detach()
+        found: Tensor = vmap(one, chunk_size=self._together)(ids, mask, given)
+        return found.detach()
+
+    def slopes(self, ids: Tensor, mask: Tensor, labels: Tensor | None) -> Tensor:
+        """Return how much the likeness would grow with each word in each slot, to first order, [K, B, T, V].
 
         Source: HotFlip (Ebrahimi et al., ACL 2018), for the likeness of gradients in place of a loss. A next word is
         both an input and a target, and both count.
 
         Args:
-            ids, labels: as above.
+            ids, mask, labels: as above.
         """
-        self.spent += 3  # through the gradient of a gradient
-        vectors = self._table[ids].requires_grad_()
-        wanted = [vectors]
-        targets = labels
-        if targets is None:
-            targets = torch.nn.functional.one_hot(ids, len(self._table)).to(vectors.dtype).requires_grad_()
-            wanted.append(targets)
-        with torch.enable_grad():
-            loss = self._model.loss(embeddings=vectors, mask=self._mask, labels=targets)
-            made = self._made(loss, graph=True)
-            value = self._cosine(self._defended(made, whole=False))
-            found = torch.autograd.grad(value, wanted)
-        slopes: Tensor = found[0] @ self._table.T
-        if labels is None:
-            slopes = slopes + found[1]
-        return slopes - slopes.gather(2, ids[..., None])
+        self.spent += 3 * len(ids)  # through the gradient of a gradient
 
-    def _made(self, loss: Tensor, graph: bool) -> dict[str, Tensor]:
-        """Return the update of a loss by view."""
-        parameters = self._model.parameters()
-        gradients = torch.autograd.grad(loss, [parameters[name] for name in self._names], create_graph=graph)
-        by_name = dict(zip(self._names, gradients, strict=True))
+        def likeness(vectors: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+            return self._cosine(self._defended(self._made(mask, targets, embeddings=vectors), whole=False))
+
+        vectors = self.table[ids]
+        if labels is None:
+            targets = torch.nn.functional.one_hot(ids, len(self.table)).to(vectors.dtype)
+            along, more = vmap(grad(likeness, (0, 1)), chunk_size=self._together)(vectors, targets, mask)
+        else:
+            along, more = vmap(grad(likeness), chunk_size=self._together)(vectors, labels, mask), 0.0
+        slopes: Tensor = (along @ self.table.T + more).detach()
+        return slopes - slopes.gather(3, ids[..., None])
+
+    def _made(
+        self, mask: Tensor, labels: Tensor, ids: Tensor | None = None, embeddings: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Return the update of one guess by view."""
+
+        def loss(parameters: dict[str, Tensor]) -> Tensor:
+            return self._model.loss(ids=ids, embeddings=embeddings, mask=mask, labels=labels, params=parameters)
+
+        by_name = grad(loss)(self._parameters)
         return {name: view(by_name[view.parameter]) for name, view in self._views.items()}
 
     def _cosine(self, made: Mapping[str, Tensor]) -> Tensor:
