@@ -17,7 +17,7 @@ from gradaudit.audit.prepare import prepare
 from gradaudit.case import parse_case
 from gradaudit.client.client import Client
 from gradaudit.errors import BadInputError, BrokenDownError, NotSupportedError
-from gradaudit.progress import StoppedError, answering, on_time, step
+from gradaudit.progress import StoppedError, answering, on_time, step, within
 from gradaudit.registry import build
 from gradaudit.streams import stream
 from gradaudit.types import Given, LocalTraining, Reconstruction
@@ -175,6 +175,25 @@ def test_what_an_attack_had_when_its_time_was_over_is_kept(load, suite):
     assert found.sequences == ((5, 6),)
     assert found.by == "half"
     assert notes(found) == "auto tried: half (ended by the budget: 1 sentence)"
+
+
+@pytest.mark.parametrize(("cost", "share"), [(1, 2), (10**9, 4)])
+def test_an_answer_at_any_time_leaves_half_of_the_time_to_an_attack_that_fits_there(
+    load, suite, monkeypatch, cost, share
+):
+    shares: list[float] = []
+
+    def noted(seconds: float) -> Any:
+        shares.append(seconds)
+        return within(seconds)
+
+    monkeypatch.setattr(auto, "within", noted)
+    monkeypatch.setattr(Endless, "anytime", True)
+    monkeypatch.setattr(Endless, "gradient_evaluations", lambda self, size, tokens: 10**9)
+    monkeypatch.setattr(Half, "gradient_evaluations", lambda self, size, tokens: cost)
+    found = suite(Drawn, Endless, Half, budget=4)(update(load), stream(0, "attack"))
+    assert "endless (ended by the budget)" in notes(found)
+    assert shares[1] == pytest.approx(share, abs=0.5)
 
 
 def test_ctrl_c_leaves_what_was_read_before_it(load, suite):

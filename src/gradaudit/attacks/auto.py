@@ -108,7 +108,8 @@ class Auto(Attack[Model]):
         answers: list[_Answer] = []
         said: list[str] = []
         broken, refused, once, started = 0, 0, None, False
-        for attack in self._ordered(seen):
+        order, size, tokens = self._ordered(seen), seen.knowledge.batch_size or 1, _tokens(seen)
+        for at, attack in enumerate(order, 1):
             if answers and _is_whole(seen, answers):
                 said.append(f"{attack.name} (not needed)")
                 continue
@@ -116,18 +117,19 @@ class Auto(Attack[Model]):
                 refused += 1
                 said.append(f"{attack.name} ({why})")
                 continue
-            left = end - time.monotonic()
-            dear = attack.gradient_evaluations(seen.knowledge.batch_size or 1, _tokens(seen))
-            if (
-                dear > 1 and started and not attack.anytime
-            ):  # a busy machine's gradients tell little: one attack is tried whatever they say
+            left = share = end - time.monotonic()
+            dear = attack.gradient_evaluations(size, tokens)
+            if dear > 1 and started:  # a busy machine's gradients tell little: one attack is tried whatever they say
                 once = once or _seconds_of_a_gradient(seen)
-                if once * dear > left:
+                if attack.anytime:
+                    later = [one.gradient_evaluations(size, tokens) for one in order[at:] if not _unreadable(one, seen)]
+                    share = left / 2 if any(once * other <= left / 2 for other in later) else left
+                elif once * dear > left:
                     said.append(f"{attack.name} (not tried: more than the time that was left)")
                     continue
             started = True
             try:
-                with within(left / 2 if attack.anytime else left):
+                with within(share):
                     found = attack(seen, torch.Generator().manual_seed(seeds[attack.name]))
             except TimeIsOverError as over:
                 read = ""

@@ -52,8 +52,8 @@ class Attack(ABC, Generic[M]):
     exact_on_deltas: ClassVar[bool] = False
     """True when a weight change of several steps is read as what it is; otherwise it gets a flag."""
     anytime: ClassVar[bool] = False
-    """True when what the attack has before its end is an answer of its kind: `auto` runs it for half of the time left,
-    however long all of it would take."""
+    """True when what the attack has before its end is an answer of its kind. `auto` runs it however long all of it
+    would take, for half of the time left where another attack fits in the other half."""
     textless: ClassVar[bool] = False
     """True when notes, details and errors hold nothing of what was recovered: only then records of an attack from
     elsewhere keep them. All attacks of this package are so."""
