@@ -66,8 +66,9 @@ class Auto(Attack[Model]):
     """Try a fixed suite of attacks, the cheapest first, within a time, and return the worst that they find together.
 
     Where dropout is on, attacks that reckon with it go first. The first that can read the update is always tried; one
-    that cannot, or would not end within the time, is named with the reason. The suite stops early where the whole batch
-    is proven, or what was read explains the whole update. What several attacks read is put together, the surest first.
+    that cannot, or would not end within the time and tells nothing before its end, is named with the reason. The suite
+    stops early where the whole batch is proven, or what was read explains the whole update. What several attacks read
+    is put together, the surest first.
 
     Raises:
         BadInputError: an attack that is not in the suite, or no time.
@@ -121,10 +122,10 @@ class Auto(Attack[Model]):
             dear = attack.gradient_evaluations(size, tokens)
             if dear > 1 and started:  # a busy machine's gradients tell little: one attack is tried whatever they say
                 once = once or _seconds_of_a_gradient(seen)
-                if attack.anytime:
+                if attack.anytime and left > 0:
                     later = [one.gradient_evaluations(size, tokens) for one in order[at:] if not _unreadable(one, seen)]
                     share = left / 2 if any(once * other <= left / 2 for other in later) else left
-                elif once * dear > left:
+                elif left <= 0 or once * dear > left:
                     said.append(f"{attack.name} (not tried: more than the time that was left)")
                     continue
             started = True

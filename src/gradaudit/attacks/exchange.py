@@ -30,8 +30,8 @@ class Exchange(Attack):
 
     The guess is text from the start. Its update goes through the defenses that the attacker was told of and is compared
     with the one that was seen by a cosine over all tensors; the gradient of that cosine proposes words for every slot
-    at once. Where lengths are not told, a sentence starts as one word and grows. Nothing is learned beforehand and no
-    public text is needed.
+    at once. Where lengths are not told, a sentence starts as one word (of next words: two) and grows. Nothing is
+    learned beforehand and no public text is needed.
 
     Raises:
         BadInputError: a count below 1.
@@ -47,7 +47,9 @@ class Exchange(Attack):
     anytime: ClassVar[bool] = True
     evaluations: int = hyper(10_000, "gradients computed at most", source="ours: a minute on MiniLM's head")
     proposals: int = hyper(48, "exchanges judged a round", source="ours: tried on public windows")
-    longest: int = hyper(48, "words that a sentence may have when nothing tells", unit="tokens", source="ours")
+    longest: int = hyper(
+        48, "the longest sentence, with its special tokens, when nothing tells", unit="tokens", source="ours"
+    )
     counter: bool = hyper(True, "apply the defenses it was told of to the guess's update", source="ours")
 
     def __post_init__(self) -> None:
@@ -63,9 +65,13 @@ class Exchange(Attack):
         framing = len(frame[0]) + len(frame[1])
         # a next word needs one before it
         shortest = max(1, 2 - framing) if model.spec.task == "causal-lm" else 1
-        inner = [shortest] * size if lengths is None else [n - framing if n > framing else n for n in lengths]
-        framed = [lengths is None or n > framing for n in lengths or inner]
-        longest = None if lengths is not None else (seen.knowledge.longest or longest_position(seen) or self.longest)
+        inner = [shortest] * size if lengths is None else [n - framing if n >= framing else n for n in lengths]
+        framed = [lengths is None or n >= framing for n in lengths or inner]
+        longest = (
+            None
+            if lengths is not None
+            else min(seen.knowledge.longest or longest_position(seen) or self.longest, model.max_length)
+        )
         labels, classes = None, 0
         if model.spec.task == "classification":
             told, _ = known_labels(seen)
@@ -77,6 +83,7 @@ class Exchange(Attack):
             usual=usual,
             marks=tuple(marks(model, _MARKS)),
             classes=classes,
+            shortest=shortest,
             longest=None if longest is None else max(shortest, longest - framing),
             proposals=self.proposals,
             evaluations=self.evaluations,

@@ -19,6 +19,8 @@ _NEAR = 16
 _KEPT, _OF_A_LENGTH = 4, 2
 """Guesses that are gone on from, and of these at most so many of one length: a sentence often gets longer and
 shorter again on its way to the right one."""
+_AT_ONCE = 64
+"""Guesses judged between two looks at the clock."""
 _COMBINED = 12
 """Changes that are tried beside the best of a round."""
 
@@ -60,6 +62,7 @@ class Exchanges:
         usual: frequent words, some of which are tried in every slot, whatever the slopes say.
         marks: of punctuation, tried in every slot.
         classes: labels that may be put in, 0 where they are known.
+        shortest: words that a sentence has at least.
         longest: words that a sentence may come to have; None where its length is known and stays.
         proposals: exchanges that are judged a round; a slot that is looked through has as many.
         evaluations: gradients computed at most.
@@ -70,6 +73,7 @@ class Exchanges:
     usual: tuple[int, ...]
     marks: tuple[int, ...]
     classes: int
+    shortest: int
     longest: int | None
     proposals: int
     evaluations: int
@@ -99,11 +103,11 @@ def exchange_words(like: Likeness, start: Guess, how: Exchanges, rng: torch.Gene
     Raises:
         StoppedError: Ctrl-C, with the likest guess until then.
     """
-    climb = _Climb(like, how, rng)
-    with answering(lambda _: climb.best):
+    climb = _Climb(like, how, rng, what)
+    fixed = not (start.slots or how.classes or how.longest is not None)
+    with answering(lambda _: climb.best if climb.begun else None):
         climb.judge([start])
-        while like.spent < how.evaluations and climb.best.likeness < 1 - _TOGETHER:
-            step(what, min(like.spent, how.evaluations), how.evaluations)
+        while like.spent < how.evaluations and climb.best.likeness < 1 - _TOGETHER and not fixed:
             climb.round()
     step(what, how.evaluations, how.evaluations)
     return climb.best
@@ -112,12 +116,20 @@ def exchange_words(like: Likeness, start: Guess, how: Exchanges, rng: torch.Gene
 class _Climb:
     """Guesses that are gone on from, and those that were."""
 
-    def __init__(self, like: Likeness, how: Exchanges, rng: torch.Generator) -> None:
-        self._like, self._how, self._rng = like, how, rng
+    def __init__(self, like: Likeness, how: Exchanges, rng: torch.Generator, what: str) -> None:
+        self._like, self._how, self._rng, self._what = like, how, rng, what
         self._kept: list[Guess] = []
         self._known: dict[_Key, float] = {}
         self._left: set[_Key] = set()
         self._lengths = like.table.norm(dim=1)
+        allowed = set(how.words.nonzero().flatten().tolist())
+        self._marks = [word for word in how.marks if word in allowed]
+        self._frequent = [word for word in how.usual if word in allowed]
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was judged."""
+        return bool(self._kept)
 
     @property
     def best(self) -> Guess:
@@ -128,11 +140,13 @@ class _Climb:
         """Judge changes of the likest guess that was not left yet, or of a kicked one."""
         now = next((one for one in self._kept if _key(one) not in self._left), None)
         if now is None:
-            kicked = self.judge([self._kicked()], keep=False)
+            kicked = self.judge([self._kicked()])
             if not kicked:
                 return  # no evaluations are left
             now = kicked[0]
         self._left.add(_key(now))
+        if self._over():
+            return
         slopes = self._slopes_of(now)
         found = self._judged(now, self._steepest(now, slopes))
         if found is None or found.likeness <= now.likeness:
@@ -147,24 +161,34 @@ class _Climb:
         both = [_both(now, found[0], other) for other in found[1:_COMBINED] if other.likeness > now.likeness]
         return max([found[0], *self.judge(one for one in both if one is not None)], key=lambda one: one.likeness)
 
-    def judge(self, guesses: Iterable[Guess], keep: bool = True) -> list[Guess]:
-        """Return guesses with their likeness, as far as evaluations last.
+    def judge(self, guesses: Iterable[Guess]) -> list[Guess]:
+        """Return guesses with their likeness, as far as evaluations last; the likest of all are kept."""
+        found: dict[_Key, Guess] = {}
+        new: dict[_Key, Guess] = {}
+        for one in guesses:
+            if (key := _key(one)) in self._known:
+                found[key] = replace(one, likeness=self._known[key])
+            elif not self._over(len(new)):
+                new[key] = one
+                if len(new) == _AT_ONCE:
+                    found |= self._told(new)
+                    new = {}
+            else:
+                break
+        return list((found | self._told(new)).values())
 
-        Guesses of one length are judged together; the likest of all are kept.
-        """
-        some = {_key(one): one for one in guesses}
-        new = [one for key, one in some.items() if key not in self._known]
-        if self._kept:  # the start is judged in any case
-            new = new[: max(0, self._how.evaluations - self._like.spent)]
-        by_size: dict[int, list[Guess]] = {}
-        for one in new:
-            by_size.setdefault(max(map(len, self._how.whole(one))), []).append(one)
-        for size in sorted(by_size):
-            told = self._like(*self._tensors(by_size[size])).tolist()
-            self._known |= dict(zip(map(_key, by_size[size]), told, strict=True))
-        found = [replace(one, likeness=self._known[key]) for key, one in some.items() if key in self._known]
-        if keep:
-            self._kept = _likest([*self._kept, *found])
+    def _over(self, more: int = 0) -> bool:
+        """Say whether no evaluations are left; the start is judged in any case."""
+        return bool(self._kept) and self._like.spent + more >= self._how.evaluations
+
+    def _told(self, new: dict[_Key, Guess]) -> dict[_Key, Guess]:
+        if not new:
+            return {}
+        told = self._like(*self._tensors(list(new.values()))).tolist()
+        self._known |= dict(zip(new, told, strict=True))
+        found = {key: replace(one, likeness=self._known[key]) for key, one in new.items()}
+        self._kept = _likest([*self._kept, *found.values()])
+        step(self._what, min(self._like.spent, self._how.evaluations), self._how.evaluations)
         return found
 
     def _tensors(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -180,6 +204,8 @@ class _Climb:
     def _slopes_of(self, guess: Guess) -> Tensor:
         """Return [slots, V] of a guess."""
         slopes = self._like.slopes(*self._tensors([guess]))[0]
+        if not guess.slots:
+            return slopes.new_zeros(0, slopes.shape[-1])
         places = [(row, len(self._how.frames[row][0]) + at) for row, at in guess.slots]
         found = slopes[[row for row, _ in places], [at for _, at in places]]
         return found.masked_fill(~self._how.words, -torch.inf)
@@ -201,7 +227,8 @@ class _Climb:
         slots, each = now.slots, max(1, self._how.proposals // 3)
         for at in torch.randperm(len(slots), generator=self._rng).tolist():
             row, place = slots[at]
-            words = [*self._near(now.sentences[row][place], each), *slopes[at].topk(each).indices.tolist()]
+            steep = slopes[at].topk(min(each, int(self._how.words.sum()))).indices.tolist()
+            words = [*self._near(now.sentences[row][place], each), *steep]
             words += self._usual(each)
             yield from (_exchanged(now, row, place, word) for word in words)
             if self._may_grow(now, row):
@@ -221,7 +248,7 @@ class _Climb:
     def _left_out(self, now: Guess) -> Iterator[Guess]:
         for row, at in now.slots if self._how.longest is not None else ():
             words = now.sentences[row]
-            if len(words) > 1:
+            if len(words) > self._how.shortest:
                 yield now.with_words(row, (*words[:at], *words[at + 1 :]))
 
     def _moved(self, now: Guess) -> Iterator[Guess]:
@@ -244,20 +271,22 @@ class _Climb:
         return [at for at in alike.topk(min(count, len(alike))).indices.tolist() if alike[at] > -torch.inf]
 
     def _usual(self, count: int) -> list[int]:
-        marks, words = self._how.marks, self._how.usual
+        marks, words = self._marks, self._frequent
         order = torch.randperm(len(words), generator=self._rng)[: max(0, count - len(marks))].tolist()
         return [*marks, *(words[at] for at in order)]
 
     def _kicked(self) -> Guess:
         """Return one of the kept guesses without a third of its words; of known lengths, with others there."""
         now = self._kept[int(torch.randint(len(self._kept), (), generator=self._rng))]
-        slots, slopes = now.slots, self._slopes_of(now)
+        slots, grows = now.slots, self._how.longest is not None
+        slopes = None if grows else self._slopes_of(now)
         some = torch.randperm(len(slots), generator=self._rng)[: max(_KICKED, len(slots) // 3)].tolist()
         for at in sorted(some, reverse=True):
             row, place = slots[at]
             words = now.sentences[row]
-            if self._how.longest is not None and len(words) > 1:
-                now = now.with_words(row, (*words[:place], *words[place + 1 :]))
+            if slopes is None:
+                kept = (*words[:place], *words[place + 1 :])
+                now = now.with_words(row, kept) if len(kept) >= self._how.shortest else now
                 continue
             near = slopes[at].topk(min(_NEAR, int(self._how.words.sum()))).indices
             now = _exchanged(now, row, place, int(near[int(torch.randint(len(near), (), generator=self._rng))]))

@@ -18,9 +18,11 @@ APPLIED_TO_GUESS: frozenset[Trait] = frozenset({"unit norm", "signs"})
 coordinates of a wrong guess are other ones, and the cosine would see nothing of what is right in it."""
 _TINY = 1e-30
 _NUMBERS, _MANY, _FEW = 2**26, 64, 8
-"""Numbers of gradients that are held at once, 256 MiB of them, and guesses, at most; of fewer than the last number one
-after the other is faster. A guess of 12 tokens takes 3.6 ms of the head of MiniLM (one by one 13), 8 of its biases and
-norms (28), and of all blocks 39 in sixes (30)."""
+"""Numbers that are held at once, 256 MiB of them, and guesses, at most; of fewer than the last number one after the
+other is faster. A guess of 12 tokens takes 3.6 ms of the head of MiniLM (one by one 13), 8 of its biases and norms
+(28), and of all blocks 39 in sixes (30)."""
+_A_BLOCK = 16
+"""Rows of the model's width that a block keeps of a token for its gradient: four wide ones twice, and eight."""
 
 
 class Likeness:
@@ -51,7 +53,9 @@ class Likeness:
         self._size = float(torch.stack([t.square().sum() for t in self._observed.values()]).sum().sqrt())
         parameters = seen.model.parameters()
         self._parameters = {v.parameter: parameters[v.parameter].detach() for v in self._views.values()}
-        self._together = max(1, min(_MANY, _NUMBERS // sum(p.numel() for p in self._parameters.values())))
+        self._numbers = sum(p.numel() for p in self._parameters.values())
+        blocks = _A_BLOCK * seen.model.width * seen.model.depth
+        self._a_token = blocks + (seen.model.vocabulary_size if seen.model.spec.task == "causal-lm" else 0)
         told = seen.knowledge.defenses or ()
         self._told = [trait for d in told for trait in sorted(traits_of(d) & APPLIED_TO_GUESS) if replay]
         if "unit norm" in self._told:
@@ -74,10 +78,10 @@ class Likeness:
         def one(ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
             return self._cosine(self._defended(self._made(mask, labels, ids=ids), whole=True))
 
-        given = ids if labels is None else labels
-        if self._together < _FEW:
+        given, together = ids if labels is None else labels, self._together(ids)
+        if together < _FEW:
             return torch.stack([one(*each) for each in zip(ids, mask, given, strict=True)]).detach()
-        found: Tensor = vmap(one, chunk_size=self._together)(ids, mask, given)
+        found: Tensor = vmap(one, chunk_size=together)(ids, mask, given)
         return found.detach()
 
     def slopes(self, ids: Tensor, mask: Tensor, labels: Tensor | None) -> Tensor:
@@ -97,11 +101,15 @@ class Likeness:
         vectors = self.table[ids]
         if labels is None:
             targets = torch.nn.functional.one_hot(ids, len(self.table)).to(vectors.dtype)
-            along, more = vmap(grad(likeness, (0, 1)), chunk_size=self._together)(vectors, targets, mask)
+            along, more = vmap(grad(likeness, (0, 1)), chunk_size=self._together(ids))(vectors, targets, mask)
         else:
-            along, more = vmap(grad(likeness), chunk_size=self._together)(vectors, labels, mask), 0.0
+            along, more = vmap(grad(likeness), chunk_size=self._together(ids))(vectors, labels, mask), 0.0
         slopes: Tensor = (along @ self.table.T + more).detach()
         return slopes - slopes.gather(3, ids[..., None])
+
+    def _together(self, ids: Tensor) -> int:
+        """Return how many guesses [K, B, T] are judged in one pass."""
+        return max(1, min(_MANY, _NUMBERS // (self._numbers + ids[0].numel() * self._a_token)))
 
     def _made(
         self, mask: Tensor, labels: Tensor, ids: Tensor | None = None, embeddings: Tensor | None = None
