@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,10 +160,12 @@ class Spelled:
 
     def __init__(self, truth: Sentence) -> None:
         self.truth, self.spent, self.table, self.seen = truth, 0, torch.eye(8), set[int]()
+        self.lengths = set[int]()
 
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor, labels: object) -> torch.Tensor:
         self.spent += len(ids)
         self.seen |= set(ids[mask].tolist())
+        self.lengths |= set(mask.sum(-1).flatten().tolist())
         return torch.tensor([self.of(one[0][kept[0]].tolist()) for one, kept in zip(ids, mask, strict=True)])
 
     def of(self, words: list[int]) -> float:
@@ -240,10 +244,27 @@ def test_a_sentence_does_not_outgrow_the_model(load, monkeypatch, family):
 def test_few_words_are_enough_and_no_others_are_proposed():
     words = torch.arange(8) == 3
     how = Exchanges((((), ()),), words, (1, 3), (2,), 0, 1, 6, 48, 300)
-    like = Spelled((3, 3, 3))
+    like = Spelled((3, 3, 4))
     found = exchange_words(like, Guess(((3,),)), how, stream(0, "x"), "t")
-    assert found.sentences == ((3, 3, 3),)
+    assert found.sentences[0][:2] == (3, 3)
     assert like.seen == {3}
+
+
+def test_ctrl_c_before_anything_was_judged_is_no_other_error(monkeypatch):
+    like = Spelled((3,))
+    monkeypatch.setattr(Spelled, "of", lambda self, words: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        exchange_words(like, Guess(((1,),)), exchanges(torch.arange(8) > 0, 6), stream(0, "x"), "t")
+
+
+def test_a_word_too_many_is_left_out_at_once_but_never_too_many():
+    truth = (5, 1, 4, 2, 6)
+    how = exchanges(torch.arange(8) > 0, 12, 40)
+    found = exchange_words(Spelled(truth), Guess(((5, 1, 4, 2, 7, 6),)), how, stream(0, "x"), "t")
+    assert found.sentences == (truth,)
+    like = Spelled((5,))
+    exchange_words(like, Guess(((5, 5, 5),)), replace(how, shortest=2, evaluations=2000), stream(0, "x"), "t")
+    assert min(like.lengths) == 2
 
 
 def test_what_cannot_be_matched_is_refused(load):
