@@ -58,6 +58,14 @@ def test_the_truth_is_likest_and_slopes_are_the_limit_of_differences(load, famil
     assert (float(like._cosine(made).detach()) - here) / little == pytest.approx(float(slopes[0, slot, other]), rel=0.1)
 
 
+def test_the_truth_s_own_signs_are_the_signs_that_were_sent(load):
+    model = load("gpt2", "causal-lm")
+    batch = batch_of(model, sentences((5,), 3), None)
+    seen = seen_of(client_of(model, ("sign", {})), batch, given=TOLD)
+    assert judged(Likeness(seen, "exchange"), batch.ids, batch.mask, None) > 0.99
+    assert judged(Likeness(seen, "exchange", replay=False), batch.ids, batch.mask, None) < 0.99
+
+
 @pytest.mark.parametrize("numbers", [2**26, 1])
 @pytest.mark.parametrize(("family", "task"), [(family, "classification") for family in EVERY] + [("gpt2", "causal-lm")])
 def test_guesses_judged_together_are_as_like_as_gradients_made_one_by_one_say(load, monkeypatch, family, task, numbers):
