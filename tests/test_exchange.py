@@ -265,6 +265,16 @@ def test_ctrl_c_before_anything_was_judged_is_no_other_error(monkeypatch):
         exchange_words(like, Guess(((1,),)), exchanges(torch.arange(8) > 0, 6), stream(0, "x"), "t")
 
 
+def test_what_every_text_sends_alike_makes_no_guess_likely(load):
+    model = load("bert")
+    seen = seen_of(client_of(model), batch_of(model, sentences((3,), 2), [1]), selection="head")
+    (bias,) = [name for name, one in seen.tensors.items() if one.dim() == 1]
+    little = replace(seen, tensors={bias: seen.tensors[bias]}, views={bias: seen.views[bias]})
+    found = build("attack", "exchange", {"evaluations": 50})(little, stream(0, "a"))
+    assert found.details["likeness"] == pytest.approx(1, abs=1e-5)
+    assert found.certificates == ("guess",)
+
+
 def test_a_word_too_many_is_left_out_at_once_but_never_too_many():
     truth = (5, 1, 4, 2, 6)
     how = exchanges(torch.arange(8) > 0, 12, 40)

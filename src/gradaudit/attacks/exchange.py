@@ -8,7 +8,7 @@ import torch
 from gradaudit.attacks.base import Attack
 from gradaudit.defense_traits import Trait
 from gradaudit.leakage.labels import known_labels
-from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words
+from gradaudit.leakage.matching.exchange import Exchanges, Guess, exchange_words, singles_out
 from gradaudit.leakage.matching.layout import longest_position
 from gradaudit.leakage.matching.similarity import APPLIED_TO_GUESS, Likeness
 from gradaudit.leakage.priors import frequent_tokens, marks
@@ -17,7 +17,8 @@ from gradaudit.registry import hyper, register
 from gradaudit.types import Observation, Reconstruction
 
 _SAME = 1e-4
-"""A guess whose update is this like the one seen, through the same defenses, is the batch or next to it."""
+"""A guess whose update is this like the one seen, through the same defenses, is the batch or next to it, if what was
+sent tells texts apart."""
 
 _MARKS = ".,?!'"
 """Marks that stand in most texts, tried in every slot: slopes seldom propose them."""
@@ -91,7 +92,8 @@ class Exchange(Attack):
         start = Guess(tuple((usual[0],) * n for n in inner), labels)
 
         def told_of(found: Guess) -> Reconstruction:
-            certificate = "likely" if found.likeness > 1 - _SAME else "guess"
+            same = found.likeness > 1 - _SAME and singles_out(like, found, how, rng)
+            certificate = "likely" if same else "guess"
             return Reconstruction(
                 sequences=how.whole(found),
                 labels=found.labels,

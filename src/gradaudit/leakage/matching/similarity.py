@@ -22,7 +22,8 @@ _NUMBERS, _MANY, _FEW = 2**26, 64, 8
 other is faster. A guess of 12 tokens takes 3.6 ms of the head of MiniLM (one by one 13), 8 of its biases and norms
 (28), and of all blocks 39 in sixes (30)."""
 _A_BLOCK = 16
-"""Rows of the model's width that a block keeps of a token for its gradient: four wide ones twice, and eight."""
+"""Rows of the model's width that a block keeps of a token for its gradient, about: the feed-forward's four twice, and
+eight more."""
 
 
 class Likeness:
@@ -30,7 +31,7 @@ class Likeness:
 
     The guess's update is scaled, or reduced to its signs, where the attacker was told that the client did so. The word
     table's own gradient is left out: it tells words by themselves, and is read elsewhere. Guesses are judged many at
-    once: those of MiniLM's head take an eighth of the time that one after the other takes.
+    once: those of MiniLM's head take a quarter of the time that one after the other takes.
 
     Args:
         seen: the observation.
