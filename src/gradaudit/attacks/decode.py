@@ -349,9 +349,13 @@ class Decode(Attack):
         left = matrices(seen, blocks or self.blocks)
         eps = torch.finfo(next(iter(seen.tensors.values())).dtype).eps
         size = seen.knowledge.batch_size
-        solved, guesses, rest = solve(seen.model, left, eps, size, self.max_length, starts=self.starts)
+        # what comes back to tokens needs the whole model, and is a sum over labels for a loss of probabilities
+        spec = seen.model.spec
+        whole = spec.loaded is None and spec.task == "classification" and spec.loss == "cross-entropy"
+        slopes = blocks is None and whole
+        solved, guesses, rest = solve(seen.model, left, eps, size, self.max_length, starts=self.starts, slopes=slopes)
         notes = []
-        if not any(layer > 0 for layer, _ in left):
+        if not slopes and not any(layer > 0 for layer, _ in left):
             notes.append("only block 0 was seen: sentences are put together from it and not checked in a deeper block")
         elif guesses or (size is not None and len(solved) < size):
             rank = rest.span(0).rank
@@ -368,8 +372,8 @@ class Decode(Attack):
         told = [s.label for s in solved if s.label is not None]
         labels = tuple(told) if not guesses and len(told) == len(solved) else None
         sequences = (*(s.tokens for s in solved), *guesses)
-        if blocks is None and not proven and all(layer == 0 for layer, _ in left):
-            alone = named(seen, sequences, notes[1:], first.told(), left)
+        if slopes and len(proven) < len(sequences) and all(layer == 0 for layer, _ in left):
+            alone = named(seen, sequences, notes, first.told(), left)
             if alone.labels is not None:
                 return alone
         return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), first.told())

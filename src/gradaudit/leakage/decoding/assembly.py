@@ -1,15 +1,20 @@
-"""Sentences from placed words, dropout off: linked by attention, mended in the span of block 1, proven by deflation."""
+"""Sentences from placed words, dropout off: linked by attention, mended in the span of block 1, proven by deflation.
+
+Where nothing but block 0 was sent, they are mended by what comes back to their tokens.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.linking import group, joint_support
 from gradaudit.leakage.decoding.mending import descend, misfit
-from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, placed_signals, sparse_signals
+from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, framed, placed_signals, sparse_signals
 from gradaudit.leakage.decoding.taking_out import take_out
+from gradaudit.leakage.one_matrix.own_slopes import OwnSlopes
 from gradaudit.leakage.rowspace.deflation import Matrices, Remainder, remainder
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import TextModel
@@ -60,6 +65,43 @@ class Solved:
     weights: tuple[float, ...]
 
 
+class Judge(Protocol):
+    """How far sentences are from those of the batch."""
+
+    @property
+    def limit(self) -> float:
+        """Return the misfit up to which it is tried whether a sentence can be taken out."""
+
+    def misfits(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return [n] by sentence, below 1 where it fits."""
+
+    def mended(self, near: Sequence[Pairs], sentence: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+        """Return what exchanges for words at positions, the likely ones and all, make of a sentence, and its misfit."""
+
+
+@dataclass(frozen=True)
+class DeeperRows:
+    """Judges sentences by their rows in a deeper block.
+
+    Args:
+        model: an encoder, dropout off.
+        span: of that block.
+    """
+
+    model: TextModel
+    span: Span
+    limit: float = 1.0
+
+    def misfits(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return [n] by sentence, below 1 where it fits."""
+        return misfit(self.model, self.span, sentences)[1]
+
+    def mended(self, near: Sequence[Pairs], sentence: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
+        """Return what exchanges for words at positions make of a sentence, and its misfit."""
+        sentence, rows = descend(self.model, self.span, near[-1], sentence)
+        return sentence, float(rows.square().mean())
+
+
 @torch.no_grad()
 def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Placed:
     """Return the words at their positions, and who attends to whom.
@@ -92,6 +134,9 @@ def place(model: TextModel, rest: Remainder, first: Span, found: Pairs) -> Place
 def linked_by(model: TextModel, pairs: Pairs, signals: Tensor, sizes: Mapping[str, int], ridge: float = 1e-4) -> Tensor:
     """Return [n, n], how much pairs take part in explaining each other's signals at queries and keys.
 
+    Of values alone, how alike their signals are: each is a mean of what came back to the same few rows, the first
+    token's above all.
+
     Args:
         model: an encoder, dropout off.
         pairs: tokens at positions.
@@ -105,6 +150,9 @@ def linked_by(model: TextModel, pairs: Pairs, signals: Tensor, sizes: Mapping[st
             atoms = model.project(0, "k" if role == "q" else "q", pairs.rows)
             weights = joint_support(part.reshape(atoms.shape), atoms, pairs.positions, ridge=ridge)
             support += weights + weights.T
+        elif len(sizes) == 1:
+            unit = torch.nn.functional.normalize(part, dim=1)
+            support += (unit @ unit.T).clamp_min(0)
     return support
 
 
@@ -156,6 +204,7 @@ def solve(
     longest: int,
     *,
     starts: int = 24,
+    slopes: bool = False,
 ) -> tuple[list[Solved], list[tuple[int, ...]], Remainder]:
     """Recover a batch sentence by sentence, each taken out of the gradient before the next is looked for.
 
@@ -166,22 +215,30 @@ def solve(
         size: sentences in the batch; when None, found from the first sentence: its share makes the ranks fall.
         longest: positions looked at.
         starts: proposals mended a round, best fitting first.
+        slopes: judge by what comes back to tokens, where block 0 alone is given; needs the whole model.
 
     Returns:
         The sentences taken out; the best guesses at the others; what is left of the gradient.
     """
     rest = remainder(left, eps)
-    deeper = sorted({layer for layer, _ in left if layer > 0})
+    layers = sorted({layer for layer, _ in left if layer > 0}) or [0]
     solved: list[Solved] = []
     taken_shares: list[float | None] = []
     told = size  # a scaled loss makes shares look like those of another number of sentences
-    pairs = candidate_pairs(model, rest.span(0), longest)
+    pairs = candidate_pairs(model, framed(model, rest.span(0)), longest)
     shares = [] if size is None else [1 / size]
     ranked: list[tuple[float, tuple[int, ...]]] = []
     placed: Placed | None = None
+
+    def judged() -> Judge | None:
+        if layers == [0]:
+            return OwnSlopes(model, rest) if slopes and rest.span(0).rank else None
+        span = rest.span(layers[0])
+        return DeeperRows(model, span) if 0 < span.rank < model.width else None
+
     while told is None or len(solved) < told:
         step("decode: sentences", len(solved), size)
-        first = rest.span(0)
+        first = framed(model, rest.span(0))
         if not 0 < first.rank < model.width:
             break
         # candidates are those of the whole gradient, which is sharper than what is left of it
@@ -189,23 +246,23 @@ def solve(
         proposals = propose(model, placed)
         if not proposals:
             break
-        if not deeper or not 0 < rest.span(deeper[0]).rank < model.width:
+        judge = judged()
+        if judge is None:
             ranked = [(float(at), s) for at, s in enumerate(proposals)]
             break
-        second = rest.span(deeper[0])
-        _, values = misfit(model, second, proposals)
+        values = judge.misfits(proposals)
         before = len(solved)
         ranked = []
         for at in values.argsort().tolist()[:starts]:
             if len(solved) > before and float(values[at]) >= 1:
                 break  # a smaller gradient is easier: place the words anew
-            sentence, residuals = descend(model, second, placed.near, proposals[at])
-            if (far := float(residuals.square().mean())) >= 1:
+            sentence, far = judge.mended((placed.pairs, placed.near), proposals[at])
+            if far >= judge.limit:
                 ranked.append((far, sentence))
                 continue
-            taken = take_out(model, rest, sentence, shares, deeper)
+            taken = take_out(model, rest, sentence, shares, layers)
             if taken is None:  # it fits, and cannot be told apart from the rest: the first of the guesses
-                ranked.append((-1.0, sentence))
+                ranked.append((far - judge.limit, sentence))
                 continue
             rest = taken.rest
             if size is None and taken.share is not None and _whole(1 / taken.share):
@@ -216,8 +273,8 @@ def solve(
             solved.append(Solved(sentence, taken.label, taken.proven, taken.weights))
             taken_shares.append(taken.share)
             step("decode: sentences", len(solved), size)
-            second = rest.span(deeper[0])
-            if (told is not None and len(solved) >= told) or second.rank == 0:
+            judge = judged()
+            if (told is not None and len(solved) >= told) or judge is None:
                 break
         if len(solved) == before:
             break
@@ -228,7 +285,7 @@ def solve(
         expected = int(placed.pairs.positions.bincount().max())
     missing = max(0, expected - len(solved))
     guesses = different(ranked, missing)
-    if deeper and placed is not None and len(placed.pairs) and len(guesses) < missing:
+    if (slopes or layers != [0]) and placed is not None and len(placed.pairs) and len(guesses) < missing:
         guesses += _grouped(model, placed, missing - len(guesses), guesses)
     return solved, guesses, rest
 

@@ -44,6 +44,8 @@ chance that it is kept whole, below which a whole one says that nothing is dropp
 def unmasked(seen: Observation, first: Span, rate: float | None = None) -> bool:
     """Say whether nothing is dropped on the way into block 0: some first token lies in the span as it is.
 
+    Of keys alone, which hold differences, some second token's difference to the first.
+
     Args:
         seen: the observation.
         first: block 0's span.
@@ -53,7 +55,10 @@ def unmasked(seen: Observation, first: Span, rate: float | None = None) -> bool:
         return False
     prefix = seen.model.special.prefix[:1]
     ids = torch.tensor(prefix, device=first.basis.device) if prefix else None
-    return float(first.residual(seen.model.first_inputs(0, ids)).min()) < _WHOLE
+    rows = seen.model.first_inputs(0, ids)
+    if first.roles == ("k",) and prefix:
+        rows = seen.model.first_inputs(1, None) - rows
+    return float(first.residual(rows).min()) < _WHOLE
 
 
 @torch.no_grad()

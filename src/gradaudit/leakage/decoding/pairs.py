@@ -16,7 +16,7 @@ looked for whose parts G, off the word's own direction, have the least total nor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,22 @@ class Pairs:
     def pick(self, chosen: Tensor | slice) -> Pairs:
         """Return the chosen ones (indices, a mask or a slice)."""
         return Pairs(self.positions[chosen], self.tokens[chosen], self.rows[chosen])
+
+
+def framed(model: TextModel, first: Span) -> Span:
+    """Return block 0's span with the row of the special token that every sentence starts with.
+
+    Keys alone hold differences of a sentence's rows, as the softmax ignores a shift; with one of these rows, all.
+
+    Args:
+        model: an encoder, dropout off.
+        first: block 0's span.
+    """
+    if first.roles != ("k",) or not model.special.prefix or not model.absolute_positions:
+        return first
+    row = model.first_inputs(0, torch.tensor(model.special.prefix[:1], device=first.basis.device)).double()[0]
+    more = row - first.basis @ (first.basis.T @ row)
+    return replace(first, basis=torch.cat([first.basis, (more / more.norm())[:, None]], 1), rank=first.rank + 1)
 
 
 def candidate_pairs(model: TextModel, first: Span, longest: int) -> Pairs:

@@ -1,6 +1,7 @@
 """Taking a sentence out of a gradient under the label, or the slopes, with which it was in it.
 
-The ranks of deeper blocks fall by its length then, and by less under any other.
+The ranks of deeper blocks fall by its length then, and by less under any other; that of block 0 by the rows that no
+other sentence has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,9 @@ from gradaudit.models.base import TextModel
 _GROWN = 10.0
 """A sentence that was in a gradient leaves no more than so many times its size, however others cancel it."""
 
+_OTHERS = 1e-3
+"""A direction of a sentence's rows is another's, too, where no larger share of it lies outside what is left."""
+
 
 @dataclass(frozen=True)
 class TakenOut:
@@ -23,7 +27,8 @@ class TakenOut:
         rest: what is left without it.
         weights: by label, how much of the sentence's own gradient under that label was in it: of one label only, unless
             the loss had none such (smoothed labels, copies with several).
-        proven: every rank fell by exactly its length.
+        proven: every rank fell by exactly its length; that of block 0 by the number of its rows that are not in what is
+            left, half of them at least.
     """
 
     rest: Remainder
@@ -57,7 +62,7 @@ def take_out(
         rest: the gradient so far.
         sentence: token ids.
         shares: tried first, as one over the batch size where it is known; then the one that the gradient itself tells.
-        layers: blocks whose ranks must fall, deeper than 0.
+        layers: blocks whose ranks must fall.
     """
     before = [rest.span(layer).rank for layer in layers]
     own = [sentence_gradient(model, sentence, y, rest.left) for y in range(model.spec.labels)]
@@ -69,11 +74,30 @@ def take_out(
                 continue  # so large a share was not in it: what is left is the sentence itself
             ranks = [after.span(layer).rank for layer in layers]
             if sum(ranks) < (sum(before) if best is None else best[0]):
-                proven = all(b - a == len(sentence) for b, a in zip(before, ranks, strict=True))
+                falls = [b - a for b, a in zip(before, ranks, strict=True)]
+                proven = all(f == _own_rows(model, after, at, sentence) for f, at in zip(falls, layers, strict=True))
                 best = sum(ranks), TakenOut(after, weights, proven)
         if best is not None and best[1].proven:
             break
     return None if best is None else best[1]
+
+
+def _own_rows(model: TextModel, rest: Remainder, layer: int, sentence: tuple[int, ...]) -> int:
+    """Return by how much the rank of a block falls when a sentence is taken out; -1 where too little of it is its own.
+
+    Deeper rows are a sentence's own. In block 0 a word in its place has one row, whatever sentences it is in.
+    """
+    if layer > 0:
+        return len(sentence)
+    span = rest.span(0)
+    ids = torch.tensor(sentence, device=span.basis.device)
+    rows = torch.cat([model.first_inputs(place, ids[place : place + 1]) for place in range(len(ids))]).double()
+    if span.roles == ("k",):  # the softmax ignores a shift: of keys' rows differences come back
+        rows = rows[1:] - rows[:1]
+    rows = torch.nn.functional.normalize(rows, dim=1)
+    beside = rows - (rows @ span.basis) @ span.basis.T
+    own = int((torch.linalg.svdvals(beside) > _OTHERS).sum())
+    return own if 2 * own >= len(sentence) else -1
 
 
 def _joined(own: Sequence[Matrices], weights: Sequence[float]) -> Matrices:

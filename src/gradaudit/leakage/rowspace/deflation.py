@@ -42,21 +42,25 @@ def sentence_gradient(model: TextModel, sentence: tuple[int, ...], label: int | 
 
 
 def sentence_gradients(
-    model: TextModel, sentences: Sequence[Sequence[int]], label: int | None, like: Matrices
+    model: TextModel, sentences: Sequence[Sequence[int]], label: int | Tensor | None, like: Matrices
 ) -> Matrices:
     """Return each sentence's own gradient (batch of one), for the same matrices, each [n, out, d], from one pass.
 
     Args:
         model: the model, in evaluation mode.
         sentences: token ids.
-        label: their class; None where next words are predicted.
+        label: their class, or [C] by what each class's log-probability is weighed; None where next words are predicted.
         like: the matrices wanted.
     """
     device = next(iter(like.values())).device
     longest = max(map(len, sentences))
     ids = torch.tensor([[*s, *[0] * (longest - len(s))] for s in sentences], device=device)
     mask = torch.arange(longest, device=device) < torch.tensor([[len(s)] for s in sentences], device=device)
-    labels = None if label is None else torch.full((len(ids), 1), label, device=device)
+    labels = (
+        None
+        if label is None
+        else torch.as_tensor(label, device=device).expand(len(ids), 1, *torch.as_tensor(label).shape)
+    )
     views = {key: model.views(*key) for key in like}
     wanted = {view.parameter for some in views.values() for view in some}
     found = dict(gradients_of_batches(model, ids[:, None], mask[:, None], labels, wanted))
