@@ -69,9 +69,7 @@ def test_right_sentences_fit_and_one_wrong_word_anywhere_does_not(minilm, role: 
 
 @pytest.mark.parametrize("labels", [[0, 0, 0], [1, 2, 0], [2, 2, 2]])
 def test_no_label_need_be_known(three_classes, labels: list[int]):
-    batch = tiny_models.batch_of(
-        three_classes, ["a cold wind", "the patient slept well today", "nobody knew"], labels
-    )
+    batch = tiny_models.batch_of(three_classes, ["a cold wind", "the patient slept well today", "nobody knew"], labels)
     slopes = OwnSlopes(three_classes, rest_of(seen_of(three_classes, batch, "0:v")))
     assert float(slopes.misfits(texts(batch)).max()) < 1e-2
     assert float(slopes.misfits([with_another(s, 2) for s in texts(batch)]).min()) > 1
@@ -98,8 +96,24 @@ def test_wrong_words_are_exchanged_until_none_is_left(minilm, role: str):
     found, value = slopes.mended([near(minilm, seen)], wrong)
     assert found == right
     assert value < 1
-    # one that is much like a sentence that was mended before is left as it is
-    assert slopes.mended([near(minilm, seen)], with_another(right, 3))[0] == with_another(right, 3)
+    assert slopes.mended([near(minilm, seen)], wrong)[0] == wrong  # one that was mended before is left as it is
+
+
+def test_words_in_each_others_places_change_them(minilm):
+    batch = sample_batch(minilm, 12, 3)
+    seen = seen_of(minilm, batch, "0:v")
+    right = max(texts(batch), key=len)
+    assert len(set(right[3:7])) == 4
+    wrong = (*right[:3], right[5], right[6], right[3], right[4], *right[7:])  # neither word nor pair alone mends it
+    every = near(minilm, seen)
+    none = every.pick(every.positions < 0)
+    may_stand = Pairs(
+        torch.cat([every.positions, torch.arange(len(wrong))]),
+        torch.cat([every.tokens, torch.tensor(wrong)]),
+        torch.cat([every.rows, every.rows[: len(wrong)]]),
+    )
+    assert OwnSlopes(minilm, rest_of(seen)).mended([none, may_stand], wrong)[0] == right
+    assert OwnSlopes(minilm, rest_of(seen)).mended([none, every.pick(every.positions < 3)], wrong)[0] == wrong
 
 
 def test_words_that_are_not_near_are_not_put_in(minilm):

@@ -7,6 +7,7 @@ there, under whatever labels and loss; one wrong word moves them all.
 """
 
 from collections.abc import Sequence
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from gradaudit.leakage.decoding.pairs import Pairs
 from gradaudit.leakage.rowspace.deflation import Remainder, sentence_gradients
 from gradaudit.models.base import TextModel
 
+Text = tuple[int, ...]
 _FITS = 1e-4
 """Mean share of its slopes outside the columns below which a sentence fits: right ones are at 1e-9 or below but for
 tokens that other sentences share, wrong ones mostly above 1e-2 (MiniLM, q, k and v, four sentences, in development)."""
@@ -24,7 +26,9 @@ _WORTH = 0.2
 as outside, for only the sum of the two slopes was sent."""
 _TURNS = 24
 """Exchanges of a proposal."""
-_ALIKE = 0.5
+_STRETCH = 5
+"""Words of a stretch that is turned: four words came back in two swapped pairs."""
+_ALIKE = 0.8
 """Share of words in common with a proposal that was mended before from which another one is not."""
 _AT_ONCE = 64
 """Sentences run together: bounds memory."""
@@ -50,7 +54,7 @@ class OwnSlopes:
         self._mended: list[set[int]] = []
 
     @torch.no_grad()
-    def misfits(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
+    def misfits(self, sentences: Sequence[Text]) -> Tensor:
         """Return [n], the mean share of each one's slopes that lies outside the columns of what is left; 1 fits.
 
         The first special token, of which every sentence has one, does not count.
@@ -66,54 +70,74 @@ class OwnSlopes:
             found[torch.tensor(some, device=found.device)] = shares.nanmean(1)
         return found / _FITS
 
-    def mended(self, near: Sequence[Pairs], sentence: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
-        """Return what exchanges of single tokens make of a sentence while they help, and its misfit.
+    def mended(self, near: Sequence[Pairs], sentence: Text) -> tuple[Text, float]:
+        """Return what other words, and words that change places, make of a sentence while they help, and its misfit.
 
         Args:
-            near: words at positions that may be put there; later ones where earlier ones do not help.
+            near: words at positions that may be put there, the likely ones and all.
             sentence: where to start; left as it is where one much like it was mended before.
         """
         value, words = float(self.misfits([sentence])), set(sentence) - self._model.special.ids
         if any(len(words & other) > _ALIKE * len(words | other) for other in self._mended):
             return sentence, value
         self._mended.append(words)
+        likely, every = near[0], near[-1]
         for _ in range(_TURNS):
             if value < 1:
                 break
-            better = next(filter(None, (self._better(some, sentence, value) for some in near)), None)
-            if better is None:
+            ways = ((self._replaced, likely), (self._moved, every), (self._replaced, every))
+            for changes, pairs in ways:  # later ones where earlier ones do not help
+                better = self._best(sentence, changes(pairs, sentence), value)
+                if better is not None:
+                    sentence, value = better
+                    break
+            else:
                 break
-            sentence, value = better
         return sentence, value
 
-    def _better(self, near: Pairs, sentence: tuple[int, ...], value: float) -> tuple[tuple[int, ...], float] | None:
-        """Return the best that exchanges make of a sentence, with its misfit; None where none of them helps.
-
-        The best ones of several places are tried together, too: each turn runs every exchange.
-        """
-        places = range(len(self._model.special.prefix), len(sentence))
-        tried: dict[tuple[int, ...], int] = {}
-        for place in places:
+    def _replaced(self, near: Pairs, sentence: Text) -> list[Text]:
+        """Return a sentence with one word replaced, or made longer or shorter at its end."""
+        found: list[Text] = []
+        for place in range(len(self._model.special.prefix), len(sentence)):
             there = near.tokens[near.positions == place].tolist()
-            for one in exchanged(sentence, place, there, self._model.special.suffix[-1:]):
-                if len(one) <= self._model.max_length:
-                    tried.setdefault(one, place)
-        if not tried:
+            found += exchanged(sentence, place, there, self._model.special.suffix[-1:])
+        return [one for one in dict.fromkeys(found) if len(one) <= self._model.max_length]
+
+    @staticmethod
+    def _moved(near: Pairs, sentence: Text) -> list[Text]:
+        """Return a sentence with two words in each other's place or a short stretch turned, where all may stand so."""
+        may = set(zip(near.positions.tolist(), near.tokens.tolist(), strict=True))
+        found = [
+            (*sentence[:one], sentence[other], *sentence[one + 1 : other], sentence[one], *sentence[other + 1 :])
+            for one, other in combinations(range(len(sentence)), 2)
+        ]
+        for start, length in product(range(len(sentence)), range(3, _STRETCH + 1)):
+            some = sentence[start : start + length]
+            found += [
+                (*sentence[:start], *some[by:], *some[:by], *sentence[start + length :]) for by in range(1, len(some))
+            ]
+        return [one for one in dict.fromkeys(found) if one != sentence and may.issuperset(enumerate(one))]
+
+    def _best(self, sentence: Text, changed: list[Text], value: float) -> tuple[Text, float] | None:
+        """Return the best of changed sentences, with its misfit; None where none is better than a value.
+
+        The best changes of different places are tried together, too: each turn runs every change.
+        """
+        if not changed:
             return None
-        values = self.misfits(list(tried)).tolist()
-        ranked = sorted((far, place, one) for (one, place), far in zip(tried.items(), values, strict=True))
-        best = ranked[0]
-        if best[0] >= value:
+        ranked = sorted(zip(self.misfits(changed).tolist(), changed, strict=True))
+        if ranked[0][0] >= value:
             return None
-        together, done = [best[2]], {best[1]}
-        for far, place, one in ranked:
-            if far < value and place not in done and len(one) == len(best[2]) == len(sentence):
-                done.add(place)
-                together.append((*together[-1][:place], one[place], *together[-1][place + 1 :]))
+        together, done = [ranked[0][1]], _places(sentence, ranked[0][1])
+        for far, one in ranked:
+            places = _places(sentence, one)
+            if far < value and not places & done:
+                done |= places
+                together.append(tuple(one[n] if n in places else word for n, word in enumerate(together[-1])))
         values = self.misfits(together).tolist()
         return min(zip(together, values, strict=True), key=lambda found: found[1])
 
-    def _outside(self, sentences: Sequence[tuple[int, ...]]) -> Tensor:
+    def _outside(self, sentences: Sequence[Text]) -> Tensor:
         """Return the share of each token's slope that lies outside, [n, T], without the first; nan behind the end."""
         model, device = self._model, self._columns.device
         lengths = torch.tensor([len(s) for s in sentences], device=device)
@@ -132,9 +156,16 @@ class OwnSlopes:
         shares = beside[:, 0].square().sum(2) / slopes[:, 0].square().sum(2).clamp_min(1e-300)
         return torch.where(real[:, len(model.special.prefix) :], shares, torch.nan)
 
-    def _own(self, sentences: Sequence[tuple[int, ...]], weights: Tensor) -> Tensor:
+    def _own(self, sentences: Sequence[Text], weights: Tensor) -> Tensor:
         own = sentence_gradients(self._model, sentences, weights, self._rest.left)
         return torch.cat([g.double() / self._rest.whole[key] for key, g in own.items()], 1)
+
+
+def _places(sentence: Text, changed: Text) -> set[int]:
+    """Return where a sentence was changed; everywhere if its length was."""
+    if len(sentence) != len(changed):
+        return set(range(max(len(sentence), len(changed))))
+    return {n for n, (one, other) in enumerate(zip(sentence, changed, strict=True)) if one != other}
 
 
 def _least(part: Tensor, whole: Tensor) -> Tensor:
