@@ -282,7 +282,7 @@ def test_sentences_whose_ranks_did_not_fall_by_their_length_are_likely_and_their
     rest = remainder(matrices(seen, 3), 1.2e-7)
     solved = [Solved((101, 2003, 102), 1, False, (0.0, 1.0)), Solved((101, 2004, 102), 0, True, (1.0, 0.0))]
     monkeypatch.setattr(attack_file, "solve", lambda *_, **__: (solved, [(101, 2005, 102)], rest))
-    monkeypatch.setattr(attack_file, "apart", lambda *_, **__: [])
+    monkeypatch.setattr(explain_file, "apart", lambda *_, **__: [])
     found = Decode()(seen, stream(0, "attack"))
     assert found.certificates == ("likely", "proven", "guess")
     assert found.labels is None

@@ -16,6 +16,7 @@ from gradaudit.leakage.rowspace.deflation import Remainder, matrices, remainder
 from gradaudit.leakage.rowspace.subspace import span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
+from gradaudit.progress import StoppedError, shown_by
 from gradaudit.streams import stream
 from gradaudit.types import Batch, Given, Observation
 from made_data import sample_batch
@@ -105,15 +106,15 @@ def test_words_in_each_others_places_change_them(minilm):
     right = max(texts(batch), key=len)
     assert len(set(right[3:7])) == 4
     wrong = (*right[:3], right[5], right[6], right[3], right[4], *right[7:])  # neither word nor pair alone mends it
-    every = near(minilm, seen)
-    none = every.pick(every.positions < 0)
     may_stand = Pairs(
-        torch.cat([every.positions, torch.arange(len(wrong))]),
-        torch.cat([every.tokens, torch.tensor(wrong)]),
-        torch.cat([every.rows, every.rows[: len(wrong)]]),
+        torch.arange(len(wrong)).repeat(2), torch.tensor([*wrong, *right]), torch.zeros(2 * len(wrong), 1)
     )
-    assert OwnSlopes(minilm, rest_of(seen)).mended([none, may_stand], wrong)[0] == right
-    assert OwnSlopes(minilm, rest_of(seen)).mended([none, every.pick(every.positions < 3)], wrong)[0] == wrong
+    slopes = OwnSlopes(minilm, rest_of(seen))
+    assert right in slopes._moved(may_stand, wrong)
+    assert right not in slopes._moved(may_stand.pick(may_stand.positions != 4), wrong)
+    none = may_stand.pick(may_stand.positions < 0)
+    assert slopes.mended([none, may_stand], wrong)[0] == right
+    assert OwnSlopes(minilm, rest_of(seen)).mended([none, none], wrong)[0] == wrong
 
 
 def test_words_that_are_not_near_are_not_put_in(minilm):
@@ -147,6 +148,28 @@ def test_a_batch_is_read_from_block_0_alone_and_proven(minilm, selection: str):
     found = Decode()(seen_of(minilm, batch, selection), stream(0, "attack"))
     assert sorted(found.sequences) == sorted(texts(batch))
     assert found.certificates == ("proven",) * 3
+
+
+@pytest.mark.parametrize("role", ["q", "k", "v"])
+def test_the_number_of_sentences_need_not_be_known(minilm, role: str):
+    batch = sample_batch(minilm, 12, 2)
+    seen = tiny_models.seen_of(Client(minilm), batch, f"0:{role}", Given(batch_size=False), 3)
+    found = Decode()(seen, stream(0, "attack"))
+    assert sorted(found.sequences) == sorted(texts(batch))
+    assert found.certificates == ("proven",) * 2
+
+
+def test_what_was_taken_out_is_kept_when_it_is_stopped(minilm):
+    batch = sample_batch(minilm, 12, 2)
+
+    def stop(what: str, done: int, total: int | None) -> None:
+        if (what, done) == ("decode: sentences", 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(StoppedError) as stopped, shown_by(stop):
+        Decode()(seen_of(minilm, batch, "0:q"), stream(0, "attack"))
+    assert set(stopped.value.found.sequences) < set(texts(batch))
+    assert stopped.value.found.certificates == ("proven",)
 
 
 @pytest.mark.parametrize("role", ["q", "k", "v"])

@@ -13,10 +13,10 @@ from gradaudit.leakage.adapters.sparse_prefixes import put_together
 from gradaudit.leakage.adapters.sparse_words import SparseWords, adapter_words
 from gradaudit.leakage.adapters.stepped_words import stepped_words
 from gradaudit.leakage.crowded.sentences import read_crowded
-from gradaudit.leakage.decoding.agreement import apart, doubted, overfull
+from gradaudit.leakage.decoding.agreement import doubted, overfull
 from gradaudit.leakage.decoding.assembly import solve
 from gradaudit.leakage.decoding.dropout_masks import BEHIND, unmasked
-from gradaudit.leakage.decoding.explain import named
+from gradaudit.leakage.decoding.explain import named, taken_apart
 from gradaudit.leakage.decoding.missing_rows import completing
 from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept
@@ -353,30 +353,9 @@ class Decode(Attack):
         spec = seen.model.spec
         whole = spec.loaded is None and spec.task == "classification" and spec.loss == "cross-entropy"
         slopes = blocks is None and whole
-        solved, guesses, rest = solve(seen.model, left, eps, size, self.max_length, starts=self.starts, slopes=slopes)
-        notes = []
-        if not slopes and not any(layer > 0 for layer, _ in left):
-            notes.append("only block 0 was seen: sentences are put together from it and not checked in a deeper block")
-        elif guesses or (size is not None and len(solved) < size):
-            rank = rest.span(0).rank
-            notes.append(f"{len(solved)} sentences fit; what is left of the gradient has rank {rank}")
-            if rank == 0:
-                notes.append("the others of the batch are copies of these, or send nothing")
-        proven = [s for s in solved if s.proven]
-        against = []
-        if proven:
-            whole = rest.span(0).rank == 0 and len(proven) == len(solved)
-            against = apart(seen, [s.tokens for s in proven], [s.weights for s in proven], whole)
-        certificates = ["proven" if s.proven else "likely" for s in solved] + ["guess"] * len(guesses)
-        certificates = doubted(certificates, against, notes)
-        told = [s.label for s in solved if s.label is not None]
-        labels = tuple(told) if not guesses and len(told) == len(solved) else None
-        sequences = (*(s.tokens for s in solved), *guesses)
-        if slopes and len(proven) < len(sequences) and all(layer == 0 for layer, _ in left):
-            alone = named(seen, sequences, notes, first.told(), left)
-            if alone.labels is not None:
-                return alone
-        return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), first.told())
+        with answering(lambda had: taken_apart(seen, first, left, slopes, *had) if had else None):
+            found = solve(seen.model, left, eps, size, self.max_length, starts=self.starts, slopes=slopes)
+        return taken_apart(seen, first, left, slopes, *found)
 
     def _grown(self, seen: Observation, first: Span, rng: torch.Generator) -> Reconstruction:
         second = span(seen, 1) if seen.model.depth > 1 else None

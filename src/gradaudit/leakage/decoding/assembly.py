@@ -18,7 +18,7 @@ from gradaudit.leakage.one_matrix.own_slopes import OwnSlopes
 from gradaudit.leakage.rowspace.deflation import Matrices, Remainder, remainder
 from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import TextModel
-from gradaudit.progress import step
+from gradaudit.progress import answering, step
 
 _WEAK, _MOST = 1e-3, 2.0
 """Pairs are kept with at least this share of the strongest signal, and at most so many times the rank of them: linking
@@ -65,8 +65,8 @@ class Solved:
     weights: tuple[float, ...]
 
 
-class Judge(Protocol):
-    """How far sentences are from those of the batch."""
+class Mender(Protocol):
+    """How far sentences are from those of the batch, and what would bring them nearer."""
 
     @property
     def limit(self) -> float:
@@ -81,7 +81,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class DeeperRows:
-    """Judges sentences by their rows in a deeper block.
+    """Mends sentences by their rows in a deeper block.
 
     Args:
         model: an encoder, dropout off.
@@ -215,7 +215,7 @@ def solve(
         size: sentences in the batch; when None, found from the first sentence: its share makes the ranks fall.
         longest: positions looked at.
         starts: proposals mended a round, best fitting first.
-        slopes: judge by what comes back to tokens, where block 0 alone is given; needs the whole model.
+        slopes: mend them by what comes back to their tokens, where block 0 alone is given; needs the whole model.
 
     Returns:
         The sentences taken out; the best guesses at the others; what is left of the gradient.
@@ -230,54 +230,55 @@ def solve(
     ranked: list[tuple[float, tuple[int, ...]]] = []
     placed: Placed | None = None
 
-    def judged() -> Judge | None:
+    def mending() -> Mender | None:
         if layers == [0]:
             return OwnSlopes(model, rest) if slopes and rest.span(0).rank else None
         span = rest.span(layers[0])
         return DeeperRows(model, span) if 0 < span.rank < model.width else None
 
-    while told is None or len(solved) < told:
-        step("decode: sentences", len(solved), size)
-        first = framed(model, rest.span(0))
-        if not 0 < first.rank < model.width:
-            break
-        # candidates are those of the whole gradient, which is sharper than what is left of it
-        placed = place(model, rest, first, pairs.pick(first.residual(pairs.rows) < _NEAR))
-        proposals = propose(model, placed)
-        if not proposals:
-            break
-        judge = judged()
-        if judge is None:
-            ranked = [(float(at), s) for at, s in enumerate(proposals)]
-            break
-        values = judge.misfits(proposals)
-        before = len(solved)
-        ranked = []
-        for at in values.argsort().tolist()[:starts]:
-            if len(solved) > before and float(values[at]) >= 1:
-                break  # a smaller gradient is easier: place the words anew
-            sentence, far = judge.mended((placed.pairs, placed.near), proposals[at])
-            if far >= judge.limit:
-                ranked.append((far, sentence))
-                continue
-            taken = take_out(model, rest, sentence, shares, layers)
-            if taken is None:  # it fits, and cannot be told apart from the rest: the first of the guesses
-                ranked.append((far - judge.limit, sentence))
-                continue
-            rest = taken.rest
-            if size is None and taken.share is not None and _whole(1 / taken.share):
-                size = round(1 / taken.share)
-            # a scaled gradient holds all of them with the same share; of one that was there twice the others have half
-            likely = (taken.share, None if size is None else 1 / size)
-            shares = list(dict.fromkeys(share for share in likely if share is not None))
-            solved.append(Solved(sentence, taken.label, taken.proven, taken.weights))
-            taken_shares.append(taken.share)
+    with answering(lambda _: (list(solved), [], rest) if solved else None):
+        while told is None or len(solved) < told:
             step("decode: sentences", len(solved), size)
-            judge = judged()
-            if (told is not None and len(solved) >= told) or judge is None:
+            first = framed(model, rest.span(0))
+            if not 0 < first.rank < model.width:
                 break
-        if len(solved) == before:
-            break
+            # candidates are those of the whole gradient, which is sharper than what is left of it
+            placed = place(model, rest, first, pairs.pick(first.residual(pairs.rows) < _NEAR))
+            proposals = propose(model, placed)
+            if not proposals:
+                break
+            mender = mending()
+            if mender is None:
+                ranked = [(float(at), s) for at, s in enumerate(proposals)]
+                break
+            values = mender.misfits(proposals)
+            before = len(solved)
+            ranked = []
+            for at in values.argsort().tolist()[:starts]:
+                if len(solved) > before and float(values[at]) >= 1:
+                    break  # a smaller gradient is easier: place the words anew
+                sentence, far = mender.mended((placed.pairs, placed.near), proposals[at])
+                if far >= mender.limit:
+                    ranked.append((far, sentence))
+                    continue
+                taken = take_out(model, rest, sentence, shares, layers)
+                if taken is None:  # it fits, and cannot be told apart from the rest: the first of the guesses
+                    ranked.append((far - mender.limit, sentence))
+                    continue
+                rest = taken.rest
+                if size is None and taken.share is not None and _whole(1 / taken.share):
+                    size = round(1 / taken.share)
+                # a scaled gradient holds all of them with the same share; of one there twice the others have half
+                likely = (taken.share, None if size is None else 1 / size)
+                shares = list(dict.fromkeys(share for share in likely if share is not None))
+                solved.append(Solved(sentence, taken.label, taken.proven, taken.weights))
+                taken_shares.append(taken.share)
+                step("decode: sentences", len(solved), size)
+                mender = mending()
+                if (told is not None and len(solved) >= told) or mender is None:
+                    break
+            if len(solved) == before:
+                break
     if rest.span(0).rank == 0:  # there is no other
         return solved if size is None else copied(solved, taken_shares, size), [], rest
     expected = size or 0

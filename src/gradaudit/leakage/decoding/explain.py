@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from gradaudit.leakage.decoding.agreement import apart, doubted
-from gradaudit.leakage.rowspace.deflation import Matrices, matrices, sentence_gradient
+from gradaudit.leakage.decoding.assembly import Solved
+from gradaudit.leakage.rowspace.deflation import Matrices, Remainder, matrices, sentence_gradient
+from gradaudit.leakage.rowspace.subspace import Span
 from gradaudit.models.base import TextModel
 from gradaudit.types import Observation, Reconstruction
 
@@ -97,6 +99,51 @@ def named(
             if not all(sure):
                 notes.append(f"{sure.count(False)} sentences send too little to be told from others")
     return Reconstruction(tuple(sentences), labels, certificates, tuple(notes), details)
+
+
+def taken_apart(
+    seen: Observation,
+    first: Span,
+    left: Matrices,
+    slopes: bool,
+    solved: Sequence[Solved],
+    guesses: Sequence[tuple[int, ...]],
+    rest: Remainder,
+) -> Reconstruction:
+    """Return the sentences that were taken out of a gradient, how sure each is, and the guesses at the others.
+
+    Args:
+        seen: the gradient, dropout off.
+        first: block 0's span.
+        left: what they were taken out of.
+        slopes: what comes back to tokens was looked at, where that is block 0 alone.
+        solved, guesses, rest: from `assembly.solve`.
+    """
+    size = seen.knowledge.batch_size
+    alone = all(layer == 0 for layer, _ in left)
+    notes = []
+    if alone and not slopes:
+        notes.append("only block 0 was seen: sentences are put together from it and not checked in a deeper block")
+    elif guesses or (size is not None and len(solved) < size):
+        rank = rest.span(0).rank
+        notes.append(f"{len(solved)} sentences fit; what is left of the gradient has rank {rank}")
+        if rank == 0:
+            notes.append("the others of the batch are copies of these, or send nothing")
+    proven = [s for s in solved if s.proven]
+    against = []
+    if proven:
+        whole = rest.span(0).rank == 0 and len(proven) == len(solved)
+        against = apart(seen, [s.tokens for s in proven], [s.weights for s in proven], whole)
+    certificates = ["proven" if s.proven else "likely" for s in solved] + ["guess"] * len(guesses)
+    certificates = doubted(certificates, against, notes)
+    told = [s.label for s in solved if s.label is not None]
+    labels = tuple(told) if not guesses and len(told) == len(solved) else None
+    sequences = (*(s.tokens for s in solved), *guesses)
+    if alone and slopes and len(proven) < len(sequences):
+        by_all = named(seen, sequences, notes, first.told(), left)
+        if by_all.labels is not None:
+            return by_all
+    return Reconstruction(sequences, labels, tuple(certificates), tuple(notes), first.told())
 
 
 def _flat(some: Matrices) -> Tensor:

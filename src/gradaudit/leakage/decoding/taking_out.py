@@ -14,7 +14,8 @@ from gradaudit.models.base import TextModel
 
 _GROWN = 10.0
 """A sentence that was in a gradient leaves no more than so many times its size, however others cancel it."""
-
+_NOTHING = 1e-4
+"""Eigenvalues below this share of the largest are rounding: of a sentence of b tokens b are not."""
 _OTHERS = 1e-3
 """A direction of a sentence's rows is another's, too, where no larger share of it lies outside what is left."""
 
@@ -157,5 +158,9 @@ def _own_share(rest: Remainder, gradient: Matrices, layer: int) -> float | None:
     left, values, right = torch.linalg.svd(whole, full_matrices=False)
     own = Remainder(gradient, rest.whole, rest.eps).stacked(layer)
     inner = (left[:, :rank].T @ own @ right[:rank].T) / values[:rank, None]
+    if layer == 0:  # where a row is another sentence's, too, an eigenvalue is both of theirs
+        values = torch.linalg.eigvals(inner)
+        values = values[values.abs() > _NOTHING * values.abs().max()].real
+        return float(1 / values.median()) if len(values) else None
     once, twice = float(inner.trace()), float((inner * inner.T).sum())
     return once / twice if once != 0 and twice > 0 else None

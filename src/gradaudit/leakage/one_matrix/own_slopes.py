@@ -16,6 +16,7 @@ from gradaudit.leakage.decoding.mending import exchanged
 from gradaudit.leakage.decoding.pairs import Pairs
 from gradaudit.leakage.rowspace.deflation import Remainder, sentence_gradients
 from gradaudit.models.base import TextModel
+from gradaudit.progress import step
 
 Text = tuple[int, ...]
 _FITS = 1e-4
@@ -82,7 +83,8 @@ class OwnSlopes:
             return sentence, value
         self._mended.append(words)
         likely, every = near[0], near[-1]
-        for _ in range(_TURNS):
+        for turn in range(_TURNS):
+            step("decode: a sentence mended", turn, _TURNS)
             if value < 1:
                 break
             ways = ((self._replaced, likely), (self._moved, every), (self._replaced, every))
