@@ -26,7 +26,7 @@ from gradaudit.models.base import TextModel
 
 DRAW, SENTENCES = 16161, 16
 MATRICES = ((0, "q"), (0, "p"), (1, "k"), (2, "v"), (3, "f"), (3, "p"), (4, "q"), (4, "p"))
-BATCH_DRAW, SIZE, BATCHES = 29292, 4, 4
+BATCH_DRAW, SIZE, BATCHES = 29292, 4, 2
 WORDS = 5
 """Places at which a word is exchanged, for the nearest and for any other."""
 
@@ -87,9 +87,9 @@ def in_batches() -> str:
                 ]
     lines = [f"| 0:{role} | " + " | ".join(map(str, some)) + " |" for role, some in counts.items()]
     return (
-        f"MiniLM, CoLA, {BATCHES} batches of {SIZE} of draw {BATCH_DRAW}, dropout off; proven is what makes the rank fall "
-        f"by the rows that no other sentence has.\n\n| matrix | decoys | taken out | called proven | right ones proven, of "
-        f"{BATCHES * SIZE} |\n|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
+        f"MiniLM, CoLA, {BATCHES} batches of {SIZE} of draw {BATCH_DRAW}, dropout off; proven is what makes the rank "
+        "fall by the rows that no other sentence has.\n\n| matrix | decoys | taken out | called proven | right ones "
+        f"proven, of {BATCHES * SIZE} |\n|---|---|---|---|---|\n" + "\n".join(lines) + "\n"
     )
 
 
