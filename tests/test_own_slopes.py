@@ -77,11 +77,11 @@ def test_no_label_need_be_known(three_classes, labels: list[int]):
 
 
 def test_sentences_of_any_lengths_are_judged_as_one_by_one(minilm, monkeypatch):
+    monkeypatch.setattr(slopes_file, "_ENTRIES", 4 * minilm.width**2)  # four at once
     batch = sample_batch(minilm, 12, 3)
     slopes = OwnSlopes(minilm, rest_of(seen_of(minilm, batch, "0:q")))
     some = [with_another(s, place) for place in (2, 3) for s in texts(batch)]
     alone = [float(slopes.misfits([one])) for one in some]
-    monkeypatch.setattr(slopes_file, "_AT_ONCE", 4)
     assert slopes.misfits(some).tolist() == pytest.approx(alone, rel=1e-3)
 
 

@@ -31,8 +31,8 @@ _STRETCH = 5
 """Words of a stretch that is turned: four words came back in two swapped pairs."""
 _ALIKE = 0.8
 """Share of words in common with a proposal that was mended before from which another one is not."""
-_AT_ONCE = 64
-"""Sentences run together: bounds memory."""
+_ENTRIES = 1 << 23
+"""Entries of own gradients that are held together, of sentences run together: bounds memory (64 MiB)."""
 
 
 class OwnSlopes:
@@ -52,6 +52,7 @@ class OwnSlopes:
         self._model, self._rest = model, rest
         columns, _, _ = torch.linalg.svd(rest.stacked(0), full_matrices=False)
         self._columns = columns[:, : rest.span(0).rank]
+        self._at_once = max(1, _ENTRIES // rest.stacked(0).numel())
         self._mended: list[set[int]] = []
 
     @torch.no_grad()
@@ -65,8 +66,8 @@ class OwnSlopes:
         """
         found = torch.empty(len(sentences), dtype=torch.double, device=self._columns.device)
         order = sorted(range(len(sentences)), key=lambda n: len(sentences[n]))
-        for at in range(0, len(order), _AT_ONCE):
-            some = order[at : at + _AT_ONCE]
+        for at in range(0, len(order), self._at_once):
+            some = order[at : at + self._at_once]
             shares = self._outside([sentences[n] for n in some])
             found[torch.tensor(some, device=found.device)] = shares.nanmean(1)
         return found / _FITS
