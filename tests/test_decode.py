@@ -192,6 +192,15 @@ def test_a_sentence_that_sends_next_to_nothing_is_not_proven_by_the_others(load,
     assert any("too little" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("selection", ["0:q", "0:v", "0:q,v"])
+def test_with_dropout_on_sentences_are_put_together_without_queries_or_keys_and_not_proven(minilm, selection: str):
+    batch = sample_batch(minilm, 12, 4)
+    found = Decode()(seen_of(minilm, batch, selection=selection), stream(0, "attack"))
+    assert set(found.sequences) == truth(batch)
+    assert found.certificates == ("guess",) * 4
+    assert any("not checked" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("selection", ["0:q", "0:v", "0:q,k,v"])
 def test_block_0_alone_proves_one_sentence_that_makes_its_gradient(minilm, selection: str):
     batch = sample_batch(minilm, 4, 1)

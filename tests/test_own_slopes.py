@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from gradaudit.leakage.decoding.pairs import Pairs, candidate_pairs, framed
 from gradaudit.leakage.decoding.taking_out import take_out
 from gradaudit.leakage.one_matrix.own_slopes import OwnSlopes
 from gradaudit.leakage.rowspace.deflation import Remainder, matrices, remainder
-from gradaudit.leakage.rowspace.subspace import span
+from gradaudit.leakage.rowspace.subspace import Span, span
 from gradaudit.models.spec import ModelSpec
 from gradaudit.models.zoo import load_model
 from gradaudit.progress import StoppedError, shown_by
@@ -186,6 +188,24 @@ def test_the_rank_falls_by_the_rows_that_no_other_sentence_has(minilm, role: str
             assert take_out(minilm, rest, with_another(sentence, place), [1 / 3], [0]) is None
     for other in texts(sample_batch(minilm, 40, 3)):
         assert take_out(minilm, rest, other, [1 / 3], [0]) is None
+
+
+@pytest.mark.parametrize("role", ["q", "k", "v"])
+def test_a_weak_direction_that_sinks_takes_no_sentence_out(minilm, monkeypatch, role: str):
+    batch = sample_batch(minilm, 12, 2)
+    rest = rest_of(seen_of(minilm, batch, f"0:{role}"))
+    wrong, right = with_another(texts(batch)[0], 3), texts(batch)[0]
+    rank, honest = rest.span(0).rank, Remainder.span
+
+    def one_fewer(self: Remainder, layer: int) -> Span:
+        found = honest(self, layer)
+        return (
+            found if self is rest else replace(found, basis=found.basis[:, : rank - 1], rank=min(found.rank, rank - 1))
+        )
+
+    monkeypatch.setattr(Remainder, "span", one_fewer)
+    assert take_out(minilm, rest, wrong, [1 / 2], [0]) is None
+    assert take_out(minilm, rest, right, [1 / 2], [0]) is not None
 
 
 def test_a_sentence_of_other_sentences_words_is_not_taken_out(minilm):

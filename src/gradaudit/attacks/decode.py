@@ -20,7 +20,7 @@ from gradaudit.leakage.decoding.explain import named, taken_apart
 from gradaudit.leakage.decoding.missing_rows import completing
 from gradaudit.leakage.decoding.noisy import FULL, Limits, orderable, out_of_noise
 from gradaudit.leakage.decoding.rows import MaskedInputs, Search, find_rows, least_kept
-from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, unlinked
+from gradaudit.leakage.decoding.sentences import DecodedRows, Linked, unchecked_for
 from gradaudit.leakage.decoding.table_rows import rows_of_tables
 from gradaudit.leakage.one_matrix.batch import read_any
 from gradaudit.leakage.one_matrix.growing import read_prefixes
@@ -256,8 +256,8 @@ class Decode(Attack):
         signals = rows.signals()
         notes = []
         if signals is None:
-            sequences, certificates = rows.by_position()
-            notes.append(unlinked(seen, "changes"))
+            sequences, certificates = rows.unchecked()
+            notes.append(unchecked_for(seen, "changes"))
         else:
             linked = rows.link(signals)
             sequences, certificates = rows.texts(linked.groups), linked.certificates
@@ -320,8 +320,8 @@ class Decode(Attack):
         details: dict[str, Any] = first.told()
         notes = []
         if linked is None:
-            notes.append(unlinked(seen, "gradients"))
-            sequences, certificates = rows.by_position()
+            notes.append(unchecked_for(seen, "gradients"))
+            sequences, certificates = rows.unchecked()
         else:
             sequences, certificates = rows.texts(linked.groups), linked.certificates
             proven = [s for s, sure in zip(sequences, certificates, strict=True) if sure == "proven"]

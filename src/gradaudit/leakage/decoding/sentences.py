@@ -22,7 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradaudit.leakage.decoding.assembly import linked_by
 from gradaudit.leakage.decoding.linking import conditions, group, joint_support, settled, unexplained
+from gradaudit.leakage.decoding.pairs import Pairs
 from gradaudit.leakage.decoding.rows import MaskedInputs, Row
 from gradaudit.types import Observation
 
@@ -203,10 +205,7 @@ class DecodedRows:
             if affinity is None or not rows:
                 return []
             some = torch.tensor([at[i] for i in rows], device=affinity.device)
-            near, stands, count = affinity[some][:, some], [positions[i] for i in rows], max(1, count)
-            ends = [self.found[i].token in self.model.special.suffix for i in rows]
-            there = settled(group(near, stands, count), near, stands, ends, count)
-            return [[rows[i] for i in g] for g in there]
+            return self._grouped(rows, affinity[some][:, some], count)
 
         groups = [*held, *grouped(loose, size - len(held))]
         if not certify:
@@ -222,6 +221,13 @@ class DecodedRows:
             groups += grouped([i for i in loose if i not in taken], size - len(groups))
             certified += [self.certified(seen, g) for g in groups[len(certified) :]]
         return Linked(groups, [sure for sure, _ in certified], [foreign for _, foreign in certified])
+
+    def _grouped(self, rows: list[int], near: Tensor, count: int) -> list[list[int]]:
+        """Return rows by sentence, the nearest [n, n] together."""
+        stands = [self.found[i].position for i in rows]
+        ends = [self.found[i].token in self.model.special.suffix for i in rows]
+        count = max(1, count)
+        return [[rows[i] for i in g] for g in settled(group(near, stands, count), near, stands, ends, count)]
 
     def _mended(
         self, seen: Signals, groups: list[list[int]], certified: list[tuple[str, Tensor]]
@@ -282,16 +288,27 @@ class DecodedRows:
         """Return the token ids of each group, framed by the tokenizer's own first and last tokens."""
         return [self._framed([self.found[i].token for i in members]) for members in groups]
 
-    def by_position(self) -> tuple[list[tuple[int, ...]], list[str]]:
-        """Return a lone sentence in order; rows of several are laid out a position a turn, and are guesses."""
-        size = self.size or max(Counter(row.position for row in self.found).values())
-        places: dict[int, list[int]] = {}
-        for row in self.found:
-            places.setdefault(row.position, []).append(row.token)
-        rows = [[places[p][s] for p in sorted(places) if s < len(places[p])] for s in range(size)]
-        whole = size == 1 and len(self.found) == self.inputs.span.rank
-        sure = "likely" if whole and self.complete(rows[0], sorted(places)) else "guess"
-        return [self._framed(ids) for ids in rows], [sure] * size
+    def unchecked(self) -> tuple[list[tuple[int, ...]], list[str]]:
+        """Return sentences without the signals of both queries and keys: a lone one in order, several as guesses.
+
+        These are linked by what the one of the two explains of the other, or by how alike the signals of values are.
+        """
+        positions = [row.position for row in self.found]
+        size = self.size or max(Counter(positions).values())
+        if size == 1:
+            rows = sorted(range(len(positions)), key=lambda i: positions[i])
+            whole = len(rows) == self.inputs.span.rank
+            sure = whole and self.complete([self.found[i].token for i in rows], sorted(positions))
+            return self.texts([rows]), ["likely" if sure else "guess"]
+        there = {role: seen[0] for role in "qkv" if (seen := self.seen.role(0, role)) and bool(seen[0].any())}
+        made = self.rows()
+        duals = torch.linalg.pinv(made)
+        signals = torch.cat([(gradient.double() @ duals).T for gradient in there.values()], 1)
+        tokens = torch.tensor([row.token for row in self.found], device=made.device)
+        pairs = Pairs(torch.tensor(positions, device=made.device), tokens, made)
+        near = linked_by(self.model, pairs, signals, {role: len(gradient) for role, gradient in there.items()})
+        groups = self._grouped(list(range(len(positions))), near, size)
+        return self.texts(groups), ["guess"] * len(groups)
 
     def complete(self, ids: list[int], positions: list[int]) -> bool:
         """Say whether tokens run from the first special one to the last without a hole."""
@@ -312,12 +329,12 @@ class DecodedRows:
         return (*special.prefix, *inner, *special.suffix)
 
 
-def unlinked(seen: Observation, what: str) -> str:
-    """Return what keeps placed tokens from being linked.
+def unchecked_for(seen: Observation, what: str) -> str:
+    """Return what keeps sentences from being checked.
 
     Args:
         seen: the observation.
         what: was sent, in words.
     """
     missing = " and ".join(f"0:{role}" for role in "qk" if not any(bool(t.any()) for t in seen.role(0, role)))
-    return f"the {what} of {missing} were not seen: tokens are placed, and cannot be linked"
+    return f"the {what} of {missing} were not seen: sentences are put together by the others', and not checked"

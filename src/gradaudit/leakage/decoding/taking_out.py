@@ -74,17 +74,21 @@ def take_out(
             if any(after.stacked(layer).norm() > _GROWN * rest.stacked(layer).norm() for layer in layers):
                 continue  # so large a share was not in it: what is left is the sentence itself
             ranks = [after.span(layer).rank for layer in layers]
-            if sum(ranks) < (sum(before) if best is None else best[0]):
-                falls = [b - a for b, a in zip(before, ranks, strict=True)]
-                proven = all(f == _own_rows(model, after, at, sentence) for f, at in zip(falls, layers, strict=True))
-                best = sum(ranks), TakenOut(after, weights, proven)
+            if sum(ranks) >= (sum(before) if best is None else best[0]):
+                continue
+            falls = [b - a for b, a in zip(before, ranks, strict=True)]
+            rows = [_own_rows(model, after, layer, sentence) for layer in layers]
+            if layers[0] == 0 and not 2 <= falls[0] <= rows[0] + 1:
+                continue  # a weak direction sinks below rounding whatever is taken out: right ones take all their rows
+            enough = all(2 * n >= len(sentence) for n in rows)
+            best = sum(ranks), TakenOut(after, weights, enough and falls == rows)
         if best is not None and best[1].proven:
             break
     return None if best is None else best[1]
 
 
 def _own_rows(model: TextModel, rest: Remainder, layer: int, sentence: tuple[int, ...]) -> int:
-    """Return by how much the rank of a block falls when a sentence is taken out; -1 where too little of it is its own.
+    """Return by how much the rank of a block falls when a sentence is taken out.
 
     Deeper rows are a sentence's own. In block 0 a word in its place has one row, whatever sentences it is in.
     """
@@ -97,8 +101,7 @@ def _own_rows(model: TextModel, rest: Remainder, layer: int, sentence: tuple[int
         rows = rows[1:] - rows[:1]
     rows = torch.nn.functional.normalize(rows, dim=1)
     beside = rows - (rows @ span.basis) @ span.basis.T
-    own = int((torch.linalg.svdvals(beside) > _OTHERS).sum())
-    return own if 2 * own >= len(sentence) else -1
+    return int((torch.linalg.svdvals(beside) > _OTHERS).sum())
 
 
 def _joined(own: Sequence[Matrices], weights: Sequence[float]) -> Matrices:
