@@ -130,7 +130,7 @@ def matrices_b4() -> list[Cell]:
 
 
 def matrices_on() -> list[Cell]:
-    """One matrix, dropout on, one sentence: block by block, then by the rate, then MPNet, on an unseen draw."""
+    """One matrix, dropout on: block by block, by the rate, MPNet, then several sentences, on an unseen draw."""
     ends = [("minilm", f"{block}:{role}", 0.1, 8) for block in range(6) for role in "qfpo" if block or role != "q"]
     rates = [("minilm", f"{block}:q", rate, 8) for block in (1, 3) for rate in (0.2, 0.3, 0.4)]
     deep = [("mpnet", f"{block}:{role}", 0.1, 4) for block in (1, 4, 8) for role in "qf"]
@@ -142,7 +142,12 @@ def matrices_on() -> list[Cell]:
     cells += [Cell("cola", 2, 4, how, tensors=one, seed=27272) for one in ("0:f", "1:q", "3:q")]
     frozen = ("embeddings *:q,k,v", "embeddings 0-4:*")
     how = {"dropout": True}
-    return cells + [Cell("cola", 1, 16, how, seed=27272, defense=({"name": "freeze", "what": one},)) for one in frozen]
+    cells += [Cell("cola", 1, 16, how, seed=27272, defense=({"name": "freeze", "what": one},)) for one in frozen]
+    return cells + [
+        Cell("cola", b, 4, PRACTICAL | {"dropout_rate": 0.1}, tensors=f"0:{role}", seed=27272)
+        for b in (4, 8)
+        for role in "qv"
+    ]
 
 
 def matrices_steps() -> list[Cell]:
