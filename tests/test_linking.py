@@ -58,6 +58,18 @@ def test_a_sentence_explains_its_own_signals_and_no_sentence_with_one_stranger_d
         assert float(linking.unexplained(toward_q, toward_k, q, k, mixed)[0].max()) > 0.05
 
 
+def test_own_keys_alone_make_what_came_back_to_queries_and_no_others_do():
+    toward_q, _, _, k, _, sentence = made([7, 7, 9])
+    members = [torch.tensor([i for i, s in enumerate(sentence) if s == which]) for which in range(3)]
+    for own in members:
+        assert float(linking.unexplained_queries(toward_q, k, own).max()) < 1e-9
+        stranger = torch.cat([own[1:], next(other for other in members if other is not own)[:1]])
+        assert float(linking.unexplained_queries(toward_q, k, stranger).min()) > 0.05
+    # not all sums of keys are made: what came back sums to zero
+    shifted = toward_q + k.mean(0)
+    assert float(linking.unexplained_queries(shifted, k, members[0]).min()) > 0.05
+
+
 def test_two_tokens_at_one_position_are_never_joined():
     closest = torch.ones(4, 4, dtype=torch.double)
     assert sorted(map(sorted, linking.group(closest, [0, 0, 1, 1], 2))) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])

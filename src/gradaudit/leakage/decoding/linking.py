@@ -133,6 +133,24 @@ def unexplained(
     return (left / whole.clamp_min(1e-300)).sqrt(), foreign
 
 
+def unexplained_queries(toward_queries: Tensor, keys: Tensor, members: Tensor) -> Tensor:
+    """Return the share of each member's signal at its query that the members' own keys cannot make, [n].
+
+    What comes back to a query's scores sums to zero, so that per head it lies in the span of n - 1 differences of keys,
+    of h directions; with more tokens than that anything does.
+
+    Args:
+        toward_queries: [b, H, h] signals at the queries.
+        keys: [b, H, h].
+        members: [n] indices of the set.
+    """
+    signals, own = (t[members].double().transpose(0, 1) for t in (toward_queries, keys))
+    basis = torch.linalg.qr((own[:, 1:] - own[:, :1]).mT).Q
+    left = signals - (signals @ basis) @ basis.mT
+    share: Tensor = left.square().sum((0, 2)) / signals.square().sum((0, 2)).clamp_min(1e-300)
+    return share.sqrt()
+
+
 def _made(turn_q: Tensor, turn_k: Tensor, ahead: Tensor, behind: Tensor, inverse: Tensor) -> Tensor:
     """Return [n q, n q], the products of what attention makes of each hidden direction at each member.
 
