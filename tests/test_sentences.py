@@ -57,6 +57,22 @@ def in_order(positions: list[int], sentence: list[int], which: int) -> list[int]
     return sorted((i for i, s in enumerate(sentence) if s == which), key=lambda i: positions[i])
 
 
+@pytest.mark.parametrize(("length", "likely"), [(9, True), (SIZE, False)])
+def test_by_queries_alone_whole_sentences_are_likely_but_for_strangers_and_long_ones(length: int, likely: bool):
+    toward_q, _, _, k, positions, sentence = made([length, length])
+    own, other = in_order(positions, sentence, 0), in_order(positions, sentence, 1)
+    tokens = [2000 + i for i in range(len(positions))]
+    for members in (own, other):
+        tokens[members[0]], tokens[members[-1]] = FIRST, LAST
+    rows = DecodedRows.__new__(DecodedRows)
+    nothing = torch.zeros(0)
+    rows.found = [Row(t, p, nothing, nothing) for t, p in zip(tokens, positions, strict=True)]
+    rows.model = SimpleNamespace(special=SimpleNamespace(prefix=(FIRST,), suffix=(LAST,), ids={0, FIRST, LAST}))  # type: ignore[assignment]
+    assert rows._closed(toward_q, k, own) is likely
+    assert not rows._closed(toward_q, k, [*own[:3], other[3], *own[4:]])
+    assert not rows._closed(toward_q, k, own[:-1])  # it has no end
+
+
 def test_right_sentences_are_proven_and_one_stranger_is_not(monkeypatch):
     *parts, positions, sentence = made([8, 9, 7])
     right = [in_order(positions, sentence, s) for s in range(3)]
